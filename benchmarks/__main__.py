@@ -17,7 +17,7 @@ BENCHMARKS = (
         "soak",
         "selection",
     ),
-    *("plans", "simulate_check", "advise_check"),
+    *("plans", "simulate_check"),
 )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import gossipgrad as gg
 from benchmarks._common import RESULTS, write
-from benchmarks.network._cells import read
 from benchmarks.simulate_check import CONTESTANTS, from_rate
 from gossipgrad.planning import Profile
 from gossipgrad.simulate import Candidate, Network
@@ -31,7 +30,8 @@ def places() -> dict[tuple, dict[str, Cell]]:
     """Cells by place: a profile, its scale, so many ranks, a rate; two contestants or more."""
     found: dict[tuple, dict[str, Cell]] = defaultdict(dict)
     for name in ("network", "network_sync"):
-        for cell in read(RESULTS / f"{name}.json"):
+        held = json.loads((RESULTS / f"{name}.json").read_text())
+        for cell in held if isinstance(held, list) else held["cells"]:
             if cell["contestant"] in ADVISED and cell.get("step_seconds_median"):
                 where = ("profile", "time_factor", "size_factor", "world_size")
                 place = (name, *(cell[key] for key in where), cell["rate_bits_per_second"])

@@ -189,12 +189,12 @@ def main() -> None:
     """Runs what is missing and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, help="of the training part, for a try")
+    parser.add_argument("--samples", type=int, help="of each part, for a try")
     parser.add_argument("--folder", type=Path, default=Path("runs/compressed_gossip"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     train, test = whole("fashion-mnist")
-    train = train[0][: options.samples], train[1][: options.samples]
+    train, test = ((x[: options.samples], y[: options.samples]) for x, y in (train, test))
     results = []
     for seed in range(options.seeds):
         for name in contestants(0, torch.zeros(1)):

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import _common
-from gossipgrad import data
+from benchmarks._common import RESULTS, half_width_95, write
+from benchmarks._tasks import whole
 from gossipgrad.topology import by_name
 
 SHAPES = [(196, 64), (64,), (64, 64), (64,), (64, 10), (10,)]
@@ -36,7 +36,6 @@ GLOBAL_BATCH = 512
 INNER_LRS = (0.002, 0.005, 0.012, 0.03)
 OUTER_LRS = (0.1, 0.3, 0.7, 1.0)
 SEARCH_SEED = 100
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # by seeds, of a 95 % interval
 
 
 class Ranks:
@@ -374,22 +373,12 @@ def search(kind: type[Contestant], *args: Any, images: Any) -> tuple[float, floa
     return inner, outer, tried
 
 
-def interval(values: list[float]) -> float | None:
-    """Half the width of the 95 % interval of a mean."""
-    n = len(values)
-    if n < 2 or not all(map(math.isfinite, values)):
-        return None
-    return T_95[n] * statistics.stdev(values) / math.sqrt(n)
-
-
 def load() -> dict[str, tuple[Tensor, Tensor]]:
     """Images of shape `(n, 196)`, and labels."""
-    dataset = data.load("fashion-mnist")
-    found = {}
-    for name in ("train", "test"):
-        samples = getattr(dataset, name)
-        x, y = samples.batch(torch.arange(len(samples)))
-        found[name] = nn.functional.avg_pool2d(x.view(-1, 1, 28, 28), 2).flatten(1), y
+    found = {
+        name: (nn.functional.avg_pool2d(x.view(-1, 1, 28, 28), 2).flatten(1), y)
+        for name, (x, y) in zip(("train", "test"), whole("fashion-mnist"), strict=True)
+    }
     mean, deviation = found["train"][0].mean(), found["train"][0].std()
     return {name: ((x - mean) / deviation, y) for name, (x, y) in found.items()}
 
@@ -405,7 +394,7 @@ def merged(rows: list[dict[str, Any]], setting: dict[str, Any]) -> list[dict[str
         return row["ranks"], list(CONTESTANTS).index(row["contestant"]), row["local_steps"]
 
     found = {}
-    if (path := _common.RESULTS / "local_steps.json").exists():
+    if (path := RESULTS / "local_steps.json").exists():
         before = json.loads(path.read_text())
         if before["settings"] != setting:
             raise ValueError(f"{path} is of {before['settings']}, not {setting}: remove it first")
@@ -442,21 +431,17 @@ def main() -> None:
                 row |= {"inner_lr": inner, "outer_lr": outer if kind.outer_lrs else None}
                 for key in ("accuracy", "loss"):
                     values = [each[key] for each in runs]
-                    half, mean = interval(values), statistics.fmean(values)
+                    mean = statistics.fmean(values)
+                    half = half_width_95(values) if math.isfinite(mean) else None
                     row[key] = [round(v, 4) if math.isfinite(v) else None for v in values]
                     row[f"{key}_mean"] = round(mean, 4) if math.isfinite(mean) else None
                     row[f"{key}_interval"] = None if half is None else round(half, 4)
                 row["megabytes"] = round(runs[0]["megabytes"], 3)
                 row["search"] = tried
                 rows.append(row)
-                print(
-                    f"{time.perf_counter() - begun:5.0f} s  p {p:2} H {period:3} {name:22} "
-                    f"{row['accuracy_mean']:.2f} +- {row['accuracy_interval'] or 0:.2f} %, loss "
-                    f"{row['loss_mean']}, {row['megabytes']:.2f} MB, lr {inner} {outer}",
-                    flush=True,
-                )
+                print(f"{time.perf_counter() - begun:5.0f} s", row, flush=True)
         if not options.no_write:
-            _common.write("local_steps", {"settings": setting, "rows": merged(rows, setting)})
+            write("local_steps", {"settings": setting, "rows": merged(rows, setting)})
 
 
 if __name__ == "__main__":

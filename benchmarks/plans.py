@@ -15,10 +15,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from benchmarks._common import write
-from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
+from gossipgrad.cli._network import network_of
+from gossipgrad.cli._plan import PlanOptions, all_methods
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.planning import (
     PROFILES,
@@ -42,7 +44,7 @@ RULES: dict[str, Callable[..., Plan]] = {
     "single": single,
 }
 MISSED = 1e-9  # relative: more than rounding
-WORLDS = (16,)
+WORLD_SIZE = 16
 BANDWIDTHS = ("50Mbit", "100Mbit", "1Gbit", "10Gbit")
 Step = tuple[list[float], list[int]]
 
@@ -118,38 +120,34 @@ def random_cases(one: int, three: int) -> dict[str, Any]:
 
 
 def grid() -> Iterator[dict[str, Any]]:
-    """Every profile, number of ranks and bandwidth."""
-    for name in PROFILES:
+    """Every profile and bandwidth."""
+    for name, bandwidth in product(PROFILES, BANDWIDTHS):
         profile = Profile.load(name)
-        for p in WORLDS:
-            for bandwidth in BANDWIDTHS:
-                options = PlanOptions(profile=name, world_size=p, bandwidth=bandwidth)
-                known = all_methods(options, profile, network_of(options)[1])
-                found = compare(profile, known, ("sparse", "dense"))
-                sparse = sum(
-                    found.elements(group.start, group.stop)
-                    for group in found.best.groups
-                    if group.method == "sparse"
-                )
-                yield {
-                    "profile": name,
-                    "world_size": p,
-                    "bandwidth": bandwidth,
-                    "groups": len(found.best.groups),
-                    "sparse_groups": sum(g.method == "sparse" for g in found.best.groups),
-                    "sparse_share": sparse / sum(profile.elements),
-                    "gap": found.best.gap,
-                    "step_seconds": found.step_seconds(found.best),
-                    "alternatives": [
-                        {
-                            "name": each.name,
-                            "method": each.method,
-                            "groups": len(each.plan.groups),
-                            "step_seconds": found.step_seconds(each.plan),
-                        }
-                        for each in found.alternatives
-                    ],
+        options = PlanOptions(profile=name, world_size=WORLD_SIZE, bandwidth=bandwidth)
+        _, network = network_of(bandwidth, None, None, WORLD_SIZE, what="the plan")
+        known = all_methods(options, profile, network)
+        found = compare(profile, known, ("sparse", "dense"))
+        sparse = [group for group in found.best.groups if group.method == "sparse"]
+        elements = sum(found.elements(group.start, group.stop) for group in sparse)
+        yield {
+            "profile": name,
+            "world_size": WORLD_SIZE,
+            "bandwidth": bandwidth,
+            "groups": len(found.best.groups),
+            "sparse_groups": len(sparse),
+            "sparse_share": elements / sum(profile.elements),
+            "gap": found.best.gap,
+            "step_seconds": found.step_seconds(found.best),
+            "alternatives": [
+                {
+                    "name": each.name,
+                    "method": each.method,
+                    "groups": len(each.plan.groups),
+                    "step_seconds": found.step_seconds(each.plan),
                 }
+                for each in found.alternatives
+            ],
+        }
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, write
-from benchmarks.network._cells import read
+from benchmarks.network._cells import Cell, read
 from gossipgrad.planning import AffineCost, Profile
 from gossipgrad.simulate import (
     AllReduce,
@@ -34,8 +34,6 @@ PAYLOAD_SHARE = (1500 - 52) / (1500 + 14)  # of a full Ethernet frame, what TCP 
 LATENCY_SECONDS, HOP_LATENCY_SECONDS = 2e-4, 9e-4
 HOP_LATENCIES_TRIED = (2e-4, 9e-4, 1e-3)
 _DDP_BUCKET_BYTES, _DDP_FIRST_BUCKET_BYTES, _SMALLEST_BUCKET_BYTES = 25 << 20, 1 << 20, 1 << 18
-
-Cell = dict[str, Any]
 
 
 def bucket_bytes(full_size: int, cell: Cell) -> int:
@@ -94,38 +92,25 @@ def predicted(cell: Cell, network: Network) -> float | None:
     return found.step_seconds
 
 
-def compare(cells: list[Cell]) -> list[dict]:
-    """A row a cell that was measured and is modelled."""
-    rows = []
-    for cell in cells:
-        measured = cell.get("step_seconds_median")
-        rough = None if not measured else predicted(cell, from_rate(cell))
-        if rough is None or measured is None:
-            continue
-        named = ("contestant", "world_size", "rate_bits_per_second", "profile")
-        rows.append(
-            {
-                **{name: cell.get(name) for name in named},
-                "time_factor": cell.get("time_factor", 1.0),
-                "size_factor": cell.get("size_factor", 1.0),
-                "marked": bool(cell["marks"]),
-                "measured_seconds": measured,
-                "from_rate_seconds": round(rough, 6),
-                "from_rate_error": round(rough / measured - 1, 4),
-            }
-        )
-    return rows
+def row(cell: Cell) -> dict[str, Any] | None:
+    """Of a cell that was measured and is modelled."""
+    measured = cell.get("step_seconds_median")
+    rough = predicted(cell, from_rate(cell)) if measured else None
+    if rough is None or measured is None:
+        return None
+    named = ("contestant", "world_size", "rate_bits_per_second", "profile")
+    return {
+        **{name: cell.get(name) for name in (*named, "time_factor", "size_factor")},
+        "marked": bool(cell["marks"]),
+        "measured_seconds": measured,
+        "from_rate_seconds": round(rough, 6),
+        "from_rate_error": round(rough / measured - 1, 4),
+    }
 
 
-def not_modelled(cells: list[Cell]) -> list[str]:
-    """Contestants that were measured and have no model."""
-    measured = dict.fromkeys(c["contestant"] for c in cells if c.get("step_seconds_median"))
-    return [name for name in measured if name not in CONTESTANTS and not name.startswith("bare ")]
-
-
-def summary(rows: list[dict], key: str) -> dict[str, Any]:
+def summary(rows: list[dict]) -> dict[str, Any]:
     """Of the cells that are not marked: how many are within the goal, and how far off they are."""
-    errors = [abs(row[key]) for row in rows if not row["marked"] and row[key] is not None]
+    errors = [abs(one["from_rate_error"]) for one in rows if not one["marked"]]
     if not errors:
         return {"cells": 0}
     return {
@@ -146,16 +131,15 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = compare(cells)
-    for row in rows:
-        place = f"{row['profile']:9} {row['rate_bits_per_second'] / 1e6:7g} Mbit/s"
+    rows = [found for found in map(row, cells) if found is not None]
+    for one in rows:
+        place = f"{one['profile']:9} {one['rate_bits_per_second'] / 1e6:7g} Mbit/s"
         print(
-            f"{place} p={row['world_size']:<3}{row['contestant']:32}"
-            f"{1e3 * row['measured_seconds']:8.1f} ms {100 * row['from_rate_error']:+7.1f} %"
-            f"{'  marked' * row['marked']}"
+            f"{place} p={one['world_size']:<3}{one['contestant']:32}"
+            f"{1e3 * one['measured_seconds']:8.1f} ms {100 * one['from_rate_error']:+7.1f} %"
+            f"{'  marked' * one['marked']}"
         )
-    found, left_out = summary(rows, "from_rate_error"), not_modelled(cells)
-    print(found, "not modelled:", "; ".join(left_out) or "none")
+    measured = dict.fromkeys(c["contestant"] for c in cells if c.get("step_seconds_median"))
     figures = {
         "goal": GOAL,
         "start_ups": {
@@ -163,10 +147,13 @@ def main() -> int:
             "hop_seconds": HOP_LATENCY_SECONDS,
             "hops_tried_seconds": HOP_LATENCIES_TRIED,
         },
-        "summary": {"from_rate": found},
-        "not_modelled": left_out,
+        "summary": {"from_rate": summary(rows)},
+        "not_modelled": [
+            name for name in measured if name not in CONTESTANTS and not name.startswith("bare ")
+        ],
         "rows": rows,
     }
+    print(figures["summary"], "not modelled:", figures["not_modelled"])
     is_published = options.cells.resolve() == (RESULTS / "network.json").resolve()
     beside = options.cells.with_name(f"{options.cells.stem}_simulate_check.json")
     print(write("simulate_check", figures, path=None if is_published else beside))

@@ -18,7 +18,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from statistics import median
@@ -26,123 +25,106 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
 from benchmarks._common import write
 
-WORLD_SIZE = 4
-VICTIM = 3
-STEPS = 200
-AT_STEP = 60
-COMPUTE_SECONDS = 0.02
-SLEEP_SECONDS = 6.0
-SLOWER = 2.0
-WARM_UP = 3
-BATCH_SIZE = 32
+ABOUT = {
+    "world_size": 4,
+    "steps": 200,
+    "compute_seconds": 0.02,
+    "sleep_seconds": 6.0,
+    "slower": 2.0,
+    "batch_size": 32,
+}
+WORLD_SIZE, STEPS, BATCH_SIZE = 4, 200, 32
+VICTIM, AT_STEP, WARM_UP = 3, 60, 3
 SCENARIOS = ("nothing", "sleeps", "dies", "is slow")
 _LIMIT_SECONDS = 120.0
 
-Step = Callable[[Tensor, Tensor], None]
+# When each step began (`begins`), one more for the end of the last; `how` it ended; `outcomes` of
+# the exchanges, where they are counted.
+Ran = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A replica in training.
+    """A replica in training, by DDP."""
 
-    Attributes:
-        step: Forward, backward, update.
-        goes_on: Whether there is another step, after so many.
-        end: Leaves; returns what it has counted.
-    """
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.wrap(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 10)))
 
-    step: Step
-    goes_on: Callable[[int], bool] = lambda steps: steps < STEPS
-    end: Callable[[], dict[str, Any]] = dict
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.optimizer = _sgd(model.parameters())
+        return DistributedDataParallel(model)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Forward, backward, update."""
+        nn.functional.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def goes_on(self, steps: int) -> bool:
+        """Whether there is another step, after so many."""
+        return steps < STEPS
+
+    def end(self) -> dict[str, Any]:
+        """Leaves; what it has counted."""
+        return {}
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 10))
+class Gossip(Contestant):
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        super().__init__()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.optimizer = _sgd(model.parameters())
+        self.session = gg.gossip(model, self.optimizer, topology="matching", mode=self.mode)
+        return model
+
+    def goes_on(self, steps: int) -> bool:
+        # In mode stale a rank that was held up goes on where the others are, and ends with them.
+        if self.session.rank == VICTIM:
+            return self.session.position < WARM_UP + STEPS
+        return steps < STEPS
+
+    def end(self) -> dict[str, Any]:
+        self.session.close()
+        return {"outcomes": self.session.stats().outcomes}
 
 
-def _sgd(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+class DecentDP(Contestant):
+    """Its wrapper updates during backward."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from decent_dp.ddp import DecentralizedDataParallel
+        from loguru import logger
+
+        logger.remove()
+        return DecentralizedDataParallel(
+            model,
+            optim_fn=lambda named: _sgd([parameter for _, parameter in named]),
+            topology="one-peer-exp",
+            _local_world_size=1,
+        )
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.cross_entropy(self.model(x), y).backward()
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> None:
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _gossip(mode: str) -> Contestant:
-    model = _model()
-    optimizer = _sgd(list(model.parameters()))
-    session = gg.gossip(model, optimizer, topology="matching", mode=mode)
-
-    def end() -> dict[str, Any]:
-        session.close()
-        return {"outcomes": session.stats().outcomes}
-
-    return Contestant(
-        step=_plain_step(model, optimizer),
-        # In mode stale a rank that was held up goes on where the others are, and ends with them.
-        goes_on=lambda steps: (
-            session.position < WARM_UP + STEPS if session.rank == VICTIM else steps < STEPS
-        ),
-        end=end,
-    )
-
-
-def _ddp() -> Contestant:
-    model = DistributedDataParallel(_model())
-    return Contestant(step=_plain_step(model, _sgd(list(model.parameters()))))
-
-
-def _decent_dp() -> Contestant:
-    from decent_dp.ddp import DecentralizedDataParallel
-    from loguru import logger
-
-    logger.remove()
-    model = DecentralizedDataParallel(
-        _model(),
-        optim_fn=lambda named: _sgd([parameter for _, parameter in named]),
-        topology="one-peer-exp",
-        _local_world_size=1,
-    )
-
-    def step(x: Tensor, y: Tensor) -> None:
-        nn.functional.cross_entropy(model(x), y).backward()  # updates on its way
-
-    return Contestant(step=step)
-
-
 CONTESTANTS: dict[str, Callable[[], Contestant]] = {
-    "gossip, stale": lambda: _gossip("stale"),
-    "gossip, overlap": lambda: _gossip("overlap"),
-    "Decent-DP, one-peer exponential": _decent_dp,
-    "DDP": _ddp,
+    "gossip, stale": lambda: Gossip("stale"),
+    "gossip, overlap": lambda: Gossip("overlap"),
+    "Decent-DP, one-peer exponential": DecentDP,
+    "DDP": Contestant,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    """What one rank did.
-
-    Attributes:
-        begins: When each step began (`time.monotonic`), one more for the end of the last.
-        how: How it ended.
-        outcomes: Of the exchanges, where they are counted.
-    """
-
-    begins: list[float]
-    how: str
-    outcomes: dict[str, int] | None = None
 
 
 def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connection) -> None:
@@ -155,54 +137,50 @@ def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connectio
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(BATCH_SIZE, 256, generator=generator)
     y = torch.randint(10, (BATCH_SIZE,), generator=generator)
-    victim = rank == VICTIM
-    slower = SLOWER if victim and scenario == "is slow" else 1.0
+    happens = scenario if rank == VICTIM else "nothing"
+    compute_seconds = ABOUT["compute_seconds"] * (ABOUT["slower"] if happens == "is slow" else 1.0)
     for _ in range(WARM_UP):
         made.step(x, y)
     dist.barrier()
-    begins = [time.monotonic()]
-    how, more = "all steps", {}
+    ran: Ran = {"begins": [time.monotonic()], "how": "all steps", "outcomes": None}
     try:
-        while made.goes_on(number := len(begins) - 1):
-            if victim and number == AT_STEP and scenario == "sleeps":
-                time.sleep(SLEEP_SECONDS)
-            if victim and number == AT_STEP and scenario == "dies":
+        while made.goes_on(number := len(ran["begins"]) - 1):
+            if number == AT_STEP and happens == "sleeps":
+                time.sleep(ABOUT["sleep_seconds"])
+            if number == AT_STEP and happens == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(COMPUTE_SECONDS * slower)
+            time.sleep(compute_seconds)
             made.step(x, y)
-            begins.append(time.monotonic())
-        more = made.end()
+            ran["begins"].append(time.monotonic())
+        ran |= made.end()
     except Exception as error:
-        # Of a Gloo error, without the place in its source and the address.
+        # Of a Gloo error, without the line of its source and the address.
         said = re.sub(r"\[[^\]]*\](:\d+)?", "", str(error).strip().splitlines()[0]).split(". ")[0]
-        how = f"{type(error).__name__}: {' '.join(said.split())[:120]}"
-    pipe.send(asdict(Ran(begins=begins, how=how, **more)))
-    # Groups of the dead may hang in their own teardown.
-    os._exit(0)
+        ran["how"] = f"{type(error).__name__}: {' '.join(said.split())[:120]}"
+    pipe.send(ran)
+    os._exit(0)  # groups of the dead may hang in their own teardown
 
 
 def run(contestant: str, scenario: str) -> dict[int, Ran]:
-    """Trains once; what each rank that lived to tell did."""
+    """Trains once; what each rank did that lived to report it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "gossipgrad"])
     pipes, processes = [], []
     for rank in range(WORLD_SIZE):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=worker, args=(rank, store.port, contestant, scenario, theirs)
-        )
-        process.start()
+        arguments = (rank, store.port, contestant, scenario, theirs)
+        processes.append(context.Process(target=worker, args=arguments))
+        processes[-1].start()
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
     ran = {}
     deadline = time.monotonic() + _LIMIT_SECONDS
     try:
         for rank, pipe in enumerate(pipes):
             try:
                 if pipe.poll(max(0.0, deadline - time.monotonic())):
-                    ran[rank] = Ran(**pipe.recv())
+                    ran[rank] = pipe.recv()
             except EOFError:
                 continue
     finally:
@@ -212,38 +190,27 @@ def run(contestant: str, scenario: str) -> dict[int, Ran]:
     return ran
 
 
-def row_of(contestant: str, scenario: str, repeats: list[dict[int, Ran]]) -> dict[str, Any]:
+def cell_of(contestant: str, scenario: str, repeats: list[dict[int, Ran]]) -> dict[str, Any]:
     """The figures of a cell: of the ranks to which nothing happened, the worst of all repeats."""
-    others = [{rank: ran for rank, ran in repeat.items() if rank != VICTIM} for repeat in repeats]
-    steps = [_steps(ran) for repeat in others for ran in repeat.values()]
+    others = [[ran for rank, ran in repeat.items() if rank != VICTIM] for repeat in repeats]
+    steps = [[_steps(ran) for ran in repeat] for repeat in others]
     return {
         "contestant": contestant,
         "scenario": scenario,
-        "median_step_seconds": round(median([s for found in steps for s in found]), 5),
-        "longest_step_seconds": [
-            round(max(max(_steps(ran)) for ran in repeat.values()), 4) for repeat in others
-        ],
-        "steps_of_others": [[len(_steps(ran)) for ran in repeat.values()] for repeat in others],
+        "median_step_seconds": round(median(s for of in steps for own in of for s in own), 5),
+        "longest_step_seconds": [round(max(max(own) for own in of), 4) for of in steps],
+        "steps_of_others": [[len(own) for own in of] for of in steps],
         "seconds_of_others": [
-            round(max(ran.begins[-1] - ran.begins[0] for ran in repeat.values()), 3)
+            round(max(ran["begins"][-1] - ran["begins"][0] for ran in repeat), 3)
             for repeat in others
         ],
-        "samples_of_victim_by_then": [_samples_by_then(repeat) for repeat in repeats],
-        "ended": sorted({ran.how for repeat in others for ran in repeat.values()}),
-        "outcomes": [[ran.outcomes for ran in repeat.values()] for repeat in repeats],
+        "ended": sorted({ran["how"] for repeat in others for ran in repeat}),
+        "outcomes": [[ran["outcomes"] for ran in repeat.values()] for repeat in repeats],
     }
 
 
 def _steps(ran: Ran) -> list[float]:
-    return [end - begin for begin, end in zip(ran.begins, ran.begins[1:], strict=False)]
-
-
-def _samples_by_then(repeat: dict[int, Ran]) -> int | None:
-    """What the victim had trained on when the last of the others was done."""
-    if VICTIM not in repeat:
-        return None
-    done = max(ran.begins[-1] for rank, ran in repeat.items() if rank != VICTIM)
-    return BATCH_SIZE * sum(end <= done for end in repeat[VICTIM].begins[1:])
+    return [end - begin for begin, end in zip(ran["begins"], ran["begins"][1:], strict=False)]
 
 
 def main() -> None:
@@ -258,24 +225,9 @@ def main() -> None:
             continue
         for scenario in SCENARIOS:
             repeats = [run(contestant, scenario) for _ in range(options.repeats)]
-            cell = row_of(contestant, scenario, repeats)
-            cells.append(cell)
-            print(
-                f"{contestant:32} {scenario:8} median {1e3 * cell['median_step_seconds']:6.1f} ms, "
-                f"longest {1e3 * max(cell['longest_step_seconds']):7.1f} ms, "
-                f"steps {min(min(s) for s in cell['steps_of_others'])} of {STEPS} in "
-                f"{max(cell['seconds_of_others']):.1f} s; {'; '.join(cell['ended'])}",
-                flush=True,
-            )
-    about = {
-        "world_size": WORLD_SIZE,
-        "steps": STEPS,
-        "compute_seconds": COMPUTE_SECONDS,
-        "sleep_seconds": SLEEP_SECONDS,
-        "slower": SLOWER,
-        "batch_size": BATCH_SIZE,
-    }
-    print(write("stall", about | {"cells": cells}))
+            cells.append(cell_of(contestant, scenario, repeats))
+            print({k: v for k, v in cells[-1].items() if k != "outcomes"}, flush=True)
+    print(write("stall", ABOUT | {"cells": cells}))
 
 
 if __name__ == "__main__":

@@ -107,14 +107,15 @@ def rows_of(found: list[tuple[Cell, dict[str, Any]]]) -> list[dict[str, Any]]:
     """
     by_row: dict[tuple[int, str, int], dict[int, list[float]]] = {}
     for cell, figures in found:
-        key = (cell.world_size, cell.strategy, cell.epochs_factor)
-        epochs = EPOCHS * cell.epochs_factor
         curve = figures["accuracy"]
-        by_row.setdefault(key, {})[cell.seed] = curve + [curve[-1]] * (epochs - len(curve))
+        curve = curve + [curve[-1]] * (EPOCHS * cell.epochs_factor - len(curve))
+        key = (cell.world_size, cell.strategy, cell.epochs_factor)
+        by_row.setdefault(key, {})[cell.seed] = curve
     rows = []
     for (world_size, strategy, longer), curves in sorted(by_row.items()):
         beside = by_row.get((world_size, "allreduce", longer), {})
-        final = [curve[-1] for curve in curves.values()]
+        final = {seed: curve[-1] for seed, curve in curves.items()}
+        behind = [100 * (final[s] - beside[s][-1]) for s in final if s in beside]
         rows.append(
             {
                 "model": "mlp",
@@ -124,13 +125,9 @@ def rows_of(found: list[tuple[Cell, dict[str, Any]]]) -> list[dict[str, Any]]:
                 "epochs_factor": longer,
                 "batch_factor": 1,
                 "seeds": list(curves),
-                "accuracy": final,
-                "accuracy_mean": round(statistics.fmean(final), 5),
-                "minus_allreduce_points": [
-                    round(100 * (curve[-1] - beside[seed][-1]), 3)
-                    for seed, curve in curves.items()
-                    if seed in beside
-                ],
+                "accuracy": list(final.values()),
+                "accuracy_mean": round(statistics.fmean(final.values()), 5),
+                "minus_allreduce_points": [round(points, 3) for points in behind],
                 "accuracy_by_epoch_mean": [
                     round(statistics.fmean(values), 5)
                     for values in zip(*curves.values(), strict=True)
@@ -163,15 +160,7 @@ def main() -> None:
         "data": "Fashion-MNIST; each epoch one permutation, dealt out to the ranks",
         "rule": "global batch, epochs, and learning rate (linear warm-up, cosine to 0) are one for "
         "all; accuracy is the consensus's, on the test part",
-        "settings": {
-            "mlp": {
-                "global_batch": GLOBAL_BATCH,
-                "epochs": EPOCHS,
-                "peak_lr": PEAK_LR,
-                "momentum": MOMENTUM,
-                "warmup_epochs": 1,
-            }
-        },
+        "settings": {"mlp": {**setting, "warmup_epochs": 1}},
         "rows": rows_of(found),
     }
     is_whole = not options.only and options.seeds >= SEEDS

@@ -33,17 +33,15 @@ from benchmarks.network._namespaces import missing, sweep
 from ._runner import Runner
 from ._script import SCRIPTS, Script, Setting, draw_script
 from ._training import EVALUATIONS, STEPS, save_subset
-from ._verdict import judge, print_table
+from ._verdict import judge, kinds_of, print_table
 
-_QUOTED = ("seed", "world_size", "topology", "mode", "kind", "faults", "outcome", "why")
-_QUOTED += ("points_lost", "longest_survivor_step_seconds", "where")
 _UNDISTURBED = ("accuracy", "seconds", "longest_survivor_step_seconds")
 
 
 class Results:
-    """What is written down: a record a script by seed, and one an undisturbed setting.
+    """Records: one a script by seed, and one an undisturbed setting.
 
-    The file has what the table shows; whole records of this run lie in `raw/` beside it.
+    The file has the table of kinds; the records lie in `raw/` beside it, and runs go on from there.
     """
 
     def __init__(self, path: Path, *, again: bool = False, keep: bool = True) -> None:
@@ -52,8 +50,9 @@ class Results:
         self._lock = threading.Lock()
         self.scripts: dict[int, dict[str, Any]] = {}
         self.undisturbed: dict[str, dict[str, Any]] = {}
-        if path.exists() and not again:
-            kept = json.loads(path.read_text())
+        raw = path.parent / "raw" / path.name
+        if raw.exists() and not again:
+            kept = json.loads(raw.read_text())["raw"]
             self.scripts = {record["seed"]: record for record in kept["scripts"]}
             self.undisturbed = kept["undisturbed"]
 
@@ -79,9 +78,8 @@ class Results:
         if not self._keep:
             return
         records = [self.scripts[seed] for seed in sorted(self.scripts)]
-        quoted = [{key: record[key] for key in _QUOTED if key in record} for record in records]
-        figures = {"undisturbed": dict(sorted(self.undisturbed.items())), "scripts": quoted}
-        write(self._path.stem, figures, module="chaos", raw=records, path=self._path)
+        raw = {"undisturbed": self.undisturbed, "scripts": records}
+        write("chaos", {"kinds": kinds_of(records)}, raw=raw, path=self._path)
 
 
 def run_undisturbed(runner: Runner, setting: Setting, results: Results) -> None:

@@ -118,23 +118,26 @@ def _may_be_evicted(script: Script, summary: dict[str, Any]) -> set[int]:
     return {rank for rank in script.disturbed if "for dead" in _because(summary, rank)}
 
 
+def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By kind of script, and of all: how many, how many as promised, and what they lost at most."""
+    found = {}
+    for kind, count in [*Counter(r["kind"] for r in records).most_common(), ("all", len(records))]:
+        rows = [record for record in records if kind in (record["kind"], "all")]
+        points = [r["points_lost"] for r in rows if r["points_lost"] is not None]
+        steps = [r["longest_survivor_step_seconds"] or 0.0 for r in rows]
+        found[kind] = {
+            "scripts": count,
+            "as_promised": sum(record["outcome"] == "as promised" for record in rows),
+            "worst_points_lost": max(points, default=0.0),
+            "longest_step_seconds": round(max(steps, default=0.0), 3),
+        }
+    return found
+
+
 def print_table(records: Sequence[dict[str, Any]]) -> None:
     """A line a kind of script, then those that failed."""
-    kinds = Counter(record["kind"] for record in records)
-    print(f"{'':24} {'scripts':>7} {'as promised':>11} {'worst points':>12} {'longest step':>12}")
-    for kind, count in [*kinds.most_common(), ("all", len(records))]:
-        rows = [record for record in records if kind in (record["kind"], "all")]
-        fine = sum(record["outcome"] == "as promised" for record in rows)
-        points = [r["points_lost"] for r in rows if r["points_lost"] is not None]
-        steps = [
-            r["longest_survivor_step_seconds"]
-            for r in rows
-            if r["longest_survivor_step_seconds"] is not None
-        ]
-        print(
-            f"{kind:24} {count:7} {fine:11} {max(points, default=0.0):12.2f} "
-            f"{max(steps, default=0.0):10.2f} s"
-        )
+    for kind, figures in kinds_of(records).items():
+        print(f"{kind:26}", ", ".join(f"{name} {value}" for name, value in figures.items()))
     for record in records:
         if record["outcome"] != "as promised":
             print(f"seed {record['seed']} failed: {'; '.join(record.get('why', []))}")

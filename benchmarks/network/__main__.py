@@ -9,7 +9,6 @@ other programs disturbed it.
     python -m benchmarks.network --grid full         # hours; goes on where it was stopped
     python -m benchmarks.network --grid sync         # gossip beside its mode sync
     python -m benchmarks.network --grid sparse       # merge rules and `gg.sparsify`, 15 minutes
-    python -m benchmarks.network --grid sparse-sweep # the same by workers and rates, 15 minutes
 """
 
 import argparse
@@ -32,7 +31,7 @@ _MOST_ELEMENTS = 1 << 27
 
 
 @cache
-def selection(density: float) -> dict[str, Curve]:
+def selection(density: float) -> Curve:
     """What selecting costs on this machine; measured once."""
     path = RESULTS / "raw" / f"selection_{density:g}.json"
     setting = {"machine": machine_name(), "most_elements": _MOST_ELEMENTS}
@@ -62,7 +61,7 @@ def main() -> int:
                 laboratory,
                 grid,
                 cells,
-                curves=selection,
+                curve_of=selection,
                 is_late=lambda: time.monotonic() - start > 60 * options.minutes,
             )
     except KeyboardInterrupt:

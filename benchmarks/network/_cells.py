@@ -108,10 +108,9 @@ def marks_of(cell: Cell, alone: float | None = None, bare: Cell | None = None) -
 
 
 def _is_sound(cell: Cell, blocks: int) -> bool:
-    if cell["error"] is not None:
-        return cell["error"].startswith("left out")
     return (
-        (len(cell["step_seconds"]) >= blocks or "predicted_seconds" in cell)
+        cell["error"] is None
+        and (len(cell["step_seconds"]) >= blocks or "predicted_seconds" in cell)
         and cell.get("cpu_busy_by_others", 0.0) <= MOST_BUSY_BY_OTHERS
         and cell["where"].startswith(f"{machine_name()};")
     )

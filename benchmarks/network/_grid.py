@@ -7,7 +7,6 @@ from gossipgrad.planning import Profile
 
 from ._kinds import ALONE, GOSSIP, SPARSE
 from ._links import MOST_BITS_PER_SECOND
-from ._sparse import OPTIMAL, RIVALS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ class Grid:
         block_seconds: About how long a block is, a step at least.
         hurried: Of a period, run what differs alone: a local step stands for those like it.
         patience_seconds: How long to wait for other programs, before each turn.
-        most_times: Leave out who is predicted to take so much longer than the best.
         out: The results are called so.
     """
 
@@ -76,7 +74,6 @@ class Grid:
     block_seconds: float
     hurried: bool = False
     patience_seconds: float = 0.0
-    most_times: float = float("inf")
     out: str = "network"
 
 
@@ -145,12 +142,8 @@ SYNC = replace(
     out="network_sync",
 )
 
-_DENSE = (ALONE, "ddp", "ddp, fp16 hook")
-_SPARSE = (*_DENSE, *SPARSE)
-_OUR_SELECTION = (
-    *_DENSE,
-    *(n for n, r in RIVALS.items() if r.selection == RIVALS[OPTIMAL].selection),
-)
+_SPARSE = (ALONE, "ddp", "ddp, fp16 hook", *SPARSE)
+_FULL_RATE = 1e9
 # Slow enough that what the workers do on two processors is little beside what they wait for.
 _FACTORS = {
     "resnet50": (8.0, 0.06),
@@ -158,56 +151,21 @@ _FACTORS = {
     "gpt2": (8.0, 0.012),
     "lstm": (8.0, 0.025),
 }
-_SWEPT = {2: (1.0, 0.06), 4: (2.0, 0.06), 8: (4.0, 0.06), 16: (8.0, 0.06)}
-# There links would be too slow for packets of 1,500 bytes, and what workers do counts for less.
-_SWEPT_SLOWEST = {2: (1.0, 0.06), 4: (2.0, 0.12), 8: (2.0, 0.12), 16: (4.0, 0.16)}
-_SLOWEST = 5e7
-
-
-def _sparse(
-    profile: str,
-    factors: tuple[float, float],
-    world_size: int,
-    full_rate: float,
-    names: tuple[str, ...] = _SPARSE,
-    density: float = 0.001,
-) -> Place:
-    """On links with the proportions of full size."""
-    times, sizes = factors
-    return Place(
-        profile=profile,
-        time_factor=times,
-        size_factor=sizes,
-        world_size=world_size,
-        rate=full_rate * sizes / times,
-        names=names,
-        density=density,
-    )
-
-
 SPARSE_GRID = Grid(
-    places=(
-        *(_sparse(profile, factors, 16, 1e9) for profile, factors in _FACTORS.items()),
-        _sparse("resnet50", _FACTORS["resnet50"], 16, 1e9, _OUR_SELECTION, 0.01),
+    places=tuple(
+        Place(
+            profile=profile,
+            time_factor=times,
+            size_factor=sizes,
+            world_size=16,
+            rate=_FULL_RATE * sizes / times,  # the proportions of full size
+            names=_SPARSE,
+            density=0.001,
+        )
+        for profile, (times, sizes) in _FACTORS.items()
     ),
     blocks=3,
     block_seconds=0.5,
     out="sparse_network",
 )
-SWEEP = replace(
-    SPARSE_GRID,
-    places=tuple(
-        _sparse(
-            "resnet50",
-            (_SWEPT_SLOWEST if rate == _SLOWEST else _SWEPT)[world_size],
-            world_size,
-            rate,
-            _OUR_SELECTION,
-        )
-        for world_size in (16, 4, 8, 2)
-        for rate in (_SLOWEST, 1e9, 1e10, 3e8)
-        if (world_size, rate) != (16, 1e9)  # stands in the grid above
-    ),
-    most_times=2.0,
-)
-GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC, "sparse": SPARSE_GRID, "sparse-sweep": SWEEP}
+GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC, "sparse": SPARSE_GRID}

@@ -97,8 +97,5 @@ GOSSIP: dict[str, Kind] = {
     "Decent-DP, ring": _hidden(lambda s: DecentDP(s, "ring")),
     "Decent-DP, one-peer exponential": _hidden(lambda s: DecentDP(s, "one-peer-exp")),
 }
-SPARSE = {
-    name: Kind(make=lambda s, rival=rival: Sparsified(s, rival.selection), rival=rival)
-    for name, rival in RIVALS.items()
-}
+SPARSE = {name: Kind(make=Sparsified, rival=rival) for name, rival in RIVALS.items()}
 KINDS = GOSSIP | SPARSE

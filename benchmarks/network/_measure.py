@@ -20,7 +20,6 @@ _SPREAD = 0.1  # of the compute, within which ranks begin that are not in step
 _FAR_TIMES = 4.0  # who takes so much longer than the best has one turn
 _SHARES = ("cpu_seconds", "cpu_busy", "cpu_busy_by_others", "late_share", "uneven_share")
 
-Curves = dict[str, Curve]
 Block = dict[str, Any]
 
 
@@ -37,7 +36,7 @@ def measure_grid(
     grid: Grid,
     cells: Cells,
     *,
-    curves: Callable[[float], Curves] = lambda density: {},
+    curve_of: Callable[[float], Curve] = lambda density: {},
     is_late: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = print,
 ) -> None:
@@ -50,7 +49,7 @@ def measure_grid(
         laboratory: Where.
         grid: What.
         cells: What is there, and gets what is measured.
-        curves: Seconds of selection at full size, by density.
+        curve_of: Seconds of selection at full size, by density.
         is_late: Whether to begin no further place.
         say: Gets a line now and then.
     """
@@ -66,8 +65,8 @@ def measure_grid(
         broken = 0
         while broken < _TRIES:
             try:
-                own = {} if place.density is None else curves(place.density)
-                found = _Measuring(laboratory, grid, place, names, own, failed).cells()
+                curve = {} if place.density is None else curve_of(place.density)
+                found = _Measuring(laboratory, grid, place, names, curve, failed).cells()
             except _FailedError as error:
                 say(f"{error.name} failed: {error}")
                 failed[error.name] = str(error)
@@ -92,13 +91,13 @@ class _Measuring:
         grid: Grid,
         place: Place,
         names: list[str],
-        curves: Curves,
+        curve: Curve,
         failed: dict[str, str],
     ) -> None:
         self._laboratory = laboratory
         self._grid = grid
         self._place = place
-        self._curves = curves
+        self._curve = curve
         self._profile = place.scaled()
         self._able = [name for name in names if name not in failed]
         self._found = {name: self._blank(name, failed.get(name)) for name in names}
@@ -140,7 +139,7 @@ class _Measuring:
         }
 
     def _plans(self) -> dict[str, dict[str, Any]]:
-        """Plans of all, of what one session has measured; who is far behind is left out."""
+        """Plans of all, of what one session has measured."""
         laboratory, place, profile = self._laboratory, self._place, self._profile
         self._make(OPTIMAL, None)
         laboratory.set_rate(place.rate)
@@ -156,32 +155,20 @@ class _Measuring:
             cell |= {"groups": 0, "sparse_groups": 0, "predicted_seconds": profile.compute_seconds}
             if rival is None:
                 continue
-            plan = plan_of(
-                rival,
-                measured,
-                self._curves,
-                time_factor=place.time_factor,
-                size_factor=place.size_factor,
-                buckets_bytes=buckets,
-            )
+            plan = plan_of(rival, measured, buckets)
             plans[name] = {"plan": plan.to_json(), "names": measured["names"]}
             cell["groups"] = len(plan.groups)
             cell["sparse_groups"] = sum(group.method == "sparse" for group in plan.groups)
             cell["predicted_seconds"] = short(
                 around + measured["first_gradient_seconds"] + plan.finish_seconds
             )
-        best = min(self._found[name]["predicted_seconds"] for name in plans)
-        for name in plans:
-            if self._found[name]["predicted_seconds"] > self._grid.most_times * best:
-                self._found[name]["error"] = "left out: predicted to be far behind"
-        self._able = [name for name in self._able if self._found[name]["error"] is None]
         return plans
 
     def _make(self, name: str, planned: dict[str, Any] | None) -> None:
         place, profile = self._place, self._profile.to_json()
         sparse = None
         if place.density is not None:
-            sparse = {"curves": self._curves, "density": place.density, "plan": None}
+            sparse = {"curve": self._curve, "density": place.density, "plan": None}
             sparse |= {"time_factor": place.time_factor, **(planned or {})}
         self._tried(name, lambda: self._laboratory.make(name, profile, place.size_factor, sparse))
 

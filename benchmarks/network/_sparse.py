@@ -4,10 +4,8 @@ A session of `gg.sparsify` measures and plans on the links themselves; the plans
 rules are made of the costs that it has measured.
 """
 
-import math
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,6 @@ from gossipgrad.planning import (
     Plan,
     mg_wfbp,
     omgs_greedy,
-    plan,
     single,
     threshold,
     wfbp,
@@ -32,11 +29,8 @@ from ._contestants import Contestant, Surroundings
 from ._replay import Device
 
 OPTIMAL = "ours"
-OUR_SELECTION, TORCH, GAMMA = "gg.top_k", "torch.topk", "P102 GPU"
 METHODS = ("sparse", "dense", "fp16")
 DDP_BYTES = (1 << 20, 25 << 20)  # torch's first bucket, and the others, at full size
-# OMGS-SGD's own model, seconds = gamma n log2 n, of torch.topk on the P102-100 of its paper.
-_GAMMA_SECONDS = 2.18896957e-10
 _FIRST_ELEMENTS, _GROWTH = 256, 4
 _REPEATS, _MOST_SECONDS = 5, 4.0  # of one size
 _MOST_ROUNDS = 200
@@ -51,12 +45,10 @@ class Rival(NamedTuple):
     Attributes:
         rule: Of `gossipgrad.planning`; `"ddp"` for DistributedDataParallel.
         methods: What the rule may use.
-        selection: Whose cost is slept where something is selected.
     """
 
     rule: str
     methods: tuple[str, ...] = ("sparse",)
-    selection: str = OUR_SELECTION
 
 
 RIVALS: dict[str, Rival] = {
@@ -66,23 +58,13 @@ RIVALS: dict[str, Rival] = {
     "lags": Rival("wfbp"),
     "greedy": Rival("omgs_greedy"),
     OPTIMAL: Rival("optimal", METHODS),
-    **{
-        f"{name}, {selection}": Rival(rule, methods, selection)
-        for selection in (TORCH, GAMMA)
-        for name, rule, methods in (
-            ("topk", "single", ("sparse",)),
-            ("greedy", "omgs_greedy", ("sparse",)),
-            (OPTIMAL, "optimal", METHODS),
-        )
-    },
 }
 
 
-def measure_selection(most_elements: int, density: float, seed: int = 0) -> dict[str, Curve]:
-    """Processor seconds by elements of each kind of selection, on one thread of this machine.
+def measure_selection(most_elements: int, density: float, seed: int = 0) -> Curve:
+    """Processor seconds by elements of choosing the largest, on one thread of this machine.
 
-    What is timed is choosing the largest of normal values, taking them out and packing the message;
-    with `torch.topk` of magnitudes as the published code calls it.
+    Normal values; taking them out and packing the message is part of it.
     """
     sizes = [_FIRST_ELEMENTS]
     while sizes[-1] < most_elements:
@@ -91,29 +73,21 @@ def measure_selection(most_elements: int, density: float, seed: int = 0) -> dict
     torch.set_num_threads(1)
     try:
         values = torch.randn(most_elements, generator=torch.Generator().manual_seed(seed))
-        took = {
-            name: [_seconds(choose, values[:size], density) for size in sizes]
-            for name, choose in ((OUR_SELECTION, top_k), (TORCH, _published))
-        }
+        seconds = [_seconds(values[:size], density) for size in sizes]
     finally:
         torch.set_num_threads(threads)
-    took[GAMMA] = [_GAMMA_SECONDS * size * math.log2(size) for size in sizes]
-    return {name: {"elements": sizes, "seconds": own} for name, own in took.items()}
+    return {"elements": [float(size) for size in sizes], "seconds": seconds}
 
 
-def _published(values: Tensor, count: int) -> Tensor:
-    return torch.topk(values.abs(), count).indices.sort().values
-
-
-def _seconds(choose: Callable[[Tensor, int], Tensor], values: Tensor, density: float) -> float:
+def _seconds(values: Tensor, density: float) -> float:
     count = max(1, int(density * len(values)))
     form = SparseFormat(len(values), count, values.dtype)
     message = torch.zeros(form.size_bytes, dtype=torch.uint8)
 
     def once() -> float:
         start = time.process_time()  # of one thread: what others take of the machine is not in it
-        places = choose(values, count)
-        form.pack(places, values[places], message)
+        chosen = top_k(values, count)
+        form.pack(chosen, values[chosen], message)
         return time.process_time() - start
 
     first = once()  # takes memory
@@ -162,16 +136,17 @@ class ReplayedSelection:
 class Sparsified(Contestant):
     """A session of `gg.sparsify` whose selection is slept.
 
-    `surroundings.sparse` holds `curves`, `time_factor`, `density`, and `plan` with `names` (the
-    tensors in its order), or None for a session that measures and plans itself.
+    `surroundings.sparse` holds the `curve` of its seconds at full size, `time_factor`, `density`,
+    and `plan` with `names` (the tensors in its order), or None for a session that measures and
+    plans itself.
     """
 
-    def __init__(self, surroundings: Surroundings, selection: str) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
         sparse = surroundings.sparse
         self._select = ReplayedSelection(
             self.device,
-            cost_of(sparse["curves"][selection]),
+            cost_of(sparse["curve"]),
             time_factor=sparse["time_factor"],
             size_factor=surroundings.size_factor,
         )
@@ -218,48 +193,24 @@ class Sparsified(Contestant):
         self.session.close()
 
 
-def plan_of(
-    rival: Rival,
-    measured: dict[str, Any],
-    curves: dict[str, Curve],
-    *,
-    time_factor: float,
-    size_factor: float,
-    buckets_bytes: tuple[int, int],
-) -> Plan:
+def plan_of(rival: Rival, measured: dict[str, Any], buckets_bytes: tuple[int, int]) -> Plan:
     """A rival's groups, and when they are predicted to have arrived.
 
     Args:
         rival: Whose.
         measured: What `Sparsified.measured` gave.
-        curves: Selection at full size, by name.
-        time_factor: Of the replay.
-        size_factor: Of the replay.
         buckets_bytes: Of DistributedDataParallel: the first, and the others.
     """
-    if rival == RIVALS[OPTIMAL]:
-        return Plan.from_json(measured["plan"])
-    methods = []
-    for name in rival.methods:
-        costs = measured["costs"][name]
-        sizes, select = costs["elements"], costs["select_seconds"]
-        if name == "sparse":
-            ours, other = cost_of(curves[OUR_SELECTION]), cost_of(curves[rival.selection])
-            more = [
-                time_factor * float(other(n) - ours(n)) for n in (s / size_factor for s in sizes)
-            ]
-            select = [max(1e-9, own + extra) for own, extra in zip(select, more, strict=True)]
-        methods.append(
-            Method(
-                name=name,
-                select_seconds=PiecewiseCost.fit(sizes, select),
-                communicate_seconds=PiecewiseCost.fit(sizes, costs["communicate_seconds"]),
-            )
-        )
-    backward, sizes = measured["backward_seconds"], measured["sizes"]
     if rival.rule == "optimal":
-        return plan(backward, sizes, methods)
+        return Plan.from_json(measured["plan"])
+    costs = measured["costs"][rival.methods[0]]
+    method = Method(
+        name=rival.methods[0],
+        select_seconds=PiecewiseCost.fit(costs["elements"], costs["select_seconds"]),
+        communicate_seconds=PiecewiseCost.fit(costs["elements"], costs["communicate_seconds"]),
+    )
+    backward, sizes = measured["backward_seconds"], measured["sizes"]
     if rival.rule == "ddp":
         first, others = buckets_bytes
-        return threshold(backward, sizes, methods[0], size_bytes=others, first_size_bytes=first)
-    return _RULES[rival.rule](backward, sizes, methods[0])
+        return threshold(backward, sizes, method, size_bytes=others, first_size_bytes=first)
+    return _RULES[rival.rule](backward, sizes, method)

@@ -41,21 +41,26 @@ def run_everywhere(
         words = list(argv)
         for name, value in values.items():
             words = [word.replace(name, value) for word in words]
-        environment = os.environ | network.environment(host, port=port)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | network.environment(host, port=port)
         processes.append(network.popen(host, words, env=environment))
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    while True:
-        ended = [process.poll() for process in processes]
-        for host, status in enumerate(ended):
-            if status:
-                print(f"host {host}: exit status {status}", file=sys.stderr)
-                return status % 256
-        if None not in ended:
-            return 0
-        if deadline is not None and time.monotonic() > deadline:
-            print(f"not ended after {timeout_seconds:g} s", file=sys.stderr)
-            return _TIMED_OUT
-        time.sleep(_POLL_SECONDS)
+    try:
+        while True:
+            ended = [process.poll() for process in processes]
+            for host, status in enumerate(ended):
+                if status:
+                    print(f"host {host}: exit status {status}", file=sys.stderr)
+                    return status % 256
+            if None not in ended:
+                return 0
+            if deadline is not None and time.monotonic() > deadline:
+                print(f"not ended after {timeout_seconds:g} s", file=sys.stderr)
+                return _TIMED_OUT
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:

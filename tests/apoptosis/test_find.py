@@ -156,3 +156,18 @@ def test_wrapped_models_are_refused_with_the_way_out():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="wrap=DistributedDataParallel"):
         gg.shrink(model, optimizer, example_input=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "mode", "may"), [(1, "reflect", 1), (1, "circular", 1), (2, "zeros", 0)]
+)
+def test_padding_and_groups_of_convolutions(groups, mode, may):
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=groups, padding_mode=mode)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), conv)
+    assert len(find(model, torch.randn(2, 2, 5, 5)).neurons) == may
+
+
+def test_shared_weights_stay():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    assert find(model, torch.randn(3, 4)).neurons == ()

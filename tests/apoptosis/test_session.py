@@ -74,24 +74,6 @@ def test_it_gets_smaller_and_learns_on(merge, optimizer):
     assert loss_of(model) < 0.5 * loss_of(network())
 
 
-def test_the_error_that_is_told_is_what_happens():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x, _ = next(batches(1, size=2000))
-    with gg.shrink(model, optimizer, merge="pairs", **SETTINGS) as session:
-        session.look()
-        model(x)
-        plan = session.plan(0.02)
-        for each in plan.mergings:
-            before, after = copy.deepcopy(model), copy.deepcopy(model)
-            gg.ShrinkPlan((each,)).apply(after)
-            index = int(each.neurons.consumers[0]) + 1
-            y, changed = before[:index](x).detach(), after[:index](x).detach()
-            measured = (y - changed).square().sum(1).mean() / y.var(0, unbiased=False).sum()
-            assert float(measured) == pytest.approx(each.error, rel=5e-3)
-            assert each.error <= 0.02
-
-
 @pytest.mark.parametrize("harm", [True, False])
 def test_what_the_loss_notices_is_undone(harm):
     model = network()
@@ -152,11 +134,12 @@ def test_compiled_code_follows_more_often_than_it_may_be_compiled():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compiled = torch.compile(model, backend=backend)
-    train(compiled, optimizer, batches(1))
-    settings = {**SETTINGS, "every": 3, "batches": 2, "events": 9, "at_most": 0.1}
-    with gg.shrink(model, optimizer, budget=0.5, **settings) as session:
-        train(compiled, optimizer, batches(32))
-        assert session.stats().recompilations == 9
+    settings = {**SETTINGS, "every": 3, "batches": 2, "events": 4, "at_most": 0.1}
+    with torch._dynamo.config.patch(recompile_limit=2):
+        train(compiled, optimizer, batches(1))
+        with gg.shrink(model, optimizer, budget=0.5, **settings) as session:
+            train(compiled, optimizer, batches(16))
+            assert session.stats().recompilations == 4
     assert {width for width, _ in shapes} >= {e.widths["0"][1] for e in session.history}
 
 

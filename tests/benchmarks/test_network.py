@@ -18,11 +18,8 @@ from benchmarks.network._laboratory import Laboratory, WorkerError
 from benchmarks.network._measure import measure_grid
 from benchmarks.network._replay import Device, ReplayModel, ReplayOptimizer, shape_of
 from benchmarks.network._sparse import (
-    GAMMA,
     OPTIMAL,
-    OUR_SELECTION,
     RIVALS,
-    TORCH,
     ReplayedSelection,
     cost_of,
     measure_selection,
@@ -50,10 +47,7 @@ PLACE = Place(
     names=("bare exchange", ALONE, "gossip", "ddp"),
 )
 GRID = Grid(places=(PLACE,), blocks=2, block_seconds=0.01)
-CURVES = {
-    name: {"elements": [256, 1 << 20], "seconds": [1e-5, slope * (1 << 20)]}
-    for name, slope in ((OUR_SELECTION, 1e-9), (TORCH, 4e-9), (GAMMA, 2e-9))
-}
+CURVE = {"elements": [256, 1 << 20], "seconds": [1e-5, 4e-9 * (1 << 20)]}
 
 
 def test_a_step_takes_the_profiles_time_and_hooks_fire_in_its_order():
@@ -251,51 +245,35 @@ def test_published_cells_are_of_known_contestants():
 
 
 def test_selection_is_measured_for_sizes_that_grow():
-    curves = measure_selection(5000, 0.01)
-    assert curves.keys() == {OUR_SELECTION, TORCH, GAMMA}
-    for curve in curves.values():
-        assert curve["elements"] == [256, 1024, 4096, 5000]
-        assert min(curve["seconds"]) > 0
+    curve = measure_selection(5000, 0.01)
+    assert curve["elements"] == [256, 1024, 4096, 5000]
+    assert min(curve["seconds"]) > 0
 
 
 def test_a_replayed_selection_takes_the_time_of_full_size_and_chooses_as_many():
-    select = ReplayedSelection(Device(), cost_of(CURVES[TORCH]), time_factor=2.0, size_factor=0.01)
+    select = ReplayedSelection(Device(), cost_of(CURVE), time_factor=2.0, size_factor=0.01)
     start = time.perf_counter()
     places = select(torch.zeros(10_000), 7)
     took = time.perf_counter() - start
-    assert select.seconds(10_000) == pytest.approx(2 * float(cost_of(CURVES[TORCH])(1_000_000)))
+    assert select.seconds(10_000) == pytest.approx(2 * float(cost_of(CURVE)(1_000_000)))
     assert took >= select.seconds(10_000) - 1e-6
     assert len(places.unique()) == 7
     assert int(places.max()) < 10_000
 
 
-def test_plans_of_rivals_pay_for_their_own_selection():
+def test_plans_of_rivals_are_of_what_a_session_has_measured():
     costs = {"elements": (256, 1024, 4096), "select_seconds": (1e-5, 4e-5, 16e-5)}
     costs["communicate_seconds"] = (1e-3, 2e-3, 5e-3)
     own = {"format": "gossipgrad plan", "version": 1, "finish_seconds": 0.02}
     own |= {"groups": [[0, 2, "sparse"], [2, 3, "dense"]], "lower_bound_seconds": 0.02}
     session = {"plan": own, "backward_seconds": [0.0, 0.004, 0.01], "sizes": [1000, 10, 3000]}
     session["costs"] = dict.fromkeys(("sparse", "dense", "fp16"), costs)
-
-    def planned(name):
-        return plan_of(
-            KINDS[name].rival,
-            session,
-            CURVES,
-            time_factor=2.0,
-            size_factor=0.01,
-            buckets_bytes=(400, 10_000),
-        )
-
-    assert planned(OPTIMAL) == Plan.from_json(own)
-    assert [group.stop for group in planned("ddp").groups] == [1, 3]
-    ours, other = cost_of(CURVES[OUR_SELECTION]), cost_of(CURVES[TORCH])
-    # Costs are pieces of lines between the sizes that were measured, and so is their difference.
-    more = [2 * float(other(100 * n) - ours(100 * n)) for n in (1024, 4096)]
-    between = more[0] + (4010 - 1024) / (4096 - 1024) * (more[1] - more[0])
-    slower = planned(f"topk, {TORCH}").finish_seconds - planned("topk").finish_seconds
-    assert slower == pytest.approx(between)
-    assert {planned(name) for name in RIVALS}
+    found = {name: plan_of(rival, session, (400, 10_000)) for name, rival in RIVALS.items()}
+    assert found[OPTIMAL] == Plan.from_json(own)
+    assert len(found["topk"].groups) == 1
+    assert len(found["lags"].groups) == len(found["wfbp"].groups) == 3
+    ddp = plan_of(KINDS["ddp"].rival, session, (400, 10_000))
+    assert [group.stop for group in ddp.groups] == [1, 3]
 
 
 @pytest.mark.slow
@@ -304,7 +282,7 @@ def test_plans_of_rivals_pay_for_their_own_selection():
 def test_cells_of_two_workers_for_real(tmp_path):
     names = ("bare exchange", ALONE, "gossip", "ddp", "local SGD, period 8")
     dense = replace(GRID, places=(replace(PLACE, names=names),), hurried=True)
-    names = (ALONE, "ddp, fp16 hook", "wfbp", OPTIMAL, f"topk, {TORCH}")
+    names = (ALONE, "ddp, fp16 hook", "wfbp", OPTIMAL, "topk")
     place = Place(
         profile="vgg16",
         time_factor=0.05,
@@ -321,7 +299,7 @@ def test_cells_of_two_workers_for_real(tmp_path):
     ):
         cells = measured(laboratory, tmp_path / "dense.json", dense)
         sparse_cells = measured(
-            laboratory, tmp_path / "sparse.json", sparse, curves=lambda _: CURVES
+            laboratory, tmp_path / "sparse.json", sparse, curve_of=lambda _: CURVE
         )
         laboratory.join(2)
         with pytest.raises(WorkerError, match="nobody"):

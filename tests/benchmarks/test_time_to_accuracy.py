@@ -1,11 +1,13 @@
 """Which runs are needed, and what is kept of them; training is made up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import time_to_accuracy as bench
 from benchmarks._common import alone
+from benchmarks.network._namespaces import missing
 from gossipgrad.cli._train import parse
 
 REACHED = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}
@@ -80,3 +82,25 @@ def test_every_command_is_one_of_gossipgrad(name, monkeypatch):
         command = family.command(run)
         config = parse(command[1:])
         assert config.strategy == command[command.index("--strategy") + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(bool(missing()), reason="needs root")
+def test_a_small_task_from_hosts_to_results(tmp_path, monkeypatch):
+    digits = ("--data", "digits", "--model", "mlp", "--batch-size", "64")
+    task = bench.Task("digits, MLP", 2, 5e7, 1, digits)
+    gossip = {"gossip": (("gossip",), 1.0)}
+    family = replace(bench.FAMILIES["gossip"], tasks=(task,), contestants=gossip, longer=())
+    monkeypatch.setattr(bench, "SEEDS", 1)
+    monkeypatch.setitem(bench.FAMILIES, "gossip", family)
+    monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
+    monkeypatch.setattr("sys.argv", ["bench", "--seeds", "1", "--folder", str(tmp_path / "runs")])
+    assert bench.main() == 0
+    written = json.loads((tmp_path / "results" / "time_to_accuracy.json").read_text())
+    (row,) = written["rows"]
+    assert written["missing"] == []
+    assert len(row["runs"]["ddp"]) == len(row["runs"]["gossip"]) == 1
+    for run in (*row["runs"]["ddp"], *row["runs"]["gossip"]):
+        assert run["sent_bytes"] > 100_000
+        assert run["train_seconds"] > 0

@@ -89,68 +89,51 @@ def test_the_names_of_a_model_are_those_of_its_own_state(tmp_path):
     for rank in range(2):
         names = {"head": "nowhere"}
         save(tmp_path, rank, {"w": torch.ones(1)}, world_size=2, step=2, model_names=names)
-    with pytest.raises(ValueError, match=r"has under 'model_names' what is no dict of names to na"):
+    with pytest.raises(ValueError, match="'model_names'"):
         checkpoint.consensus(tmp_path)
 
 
 def test_missing_and_mixed_ranks_are_refused_by_their_numbers(tmp_path):
     for rank in (1, 4):
         save(tmp_path, rank, {"w": torch.zeros(2)}, world_size=5)
-    message = "checkpoint of step 1 in .* is not complete, it lacks rank 0, 2 and 3: name a step"
-    with pytest.raises(ValueError, match=message):
-        checkpoint.consensus(tmp_path, step=1)
-    with pytest.raises(
-        ValueError, match=r"no checkpoint in .* is complete: step 1 lacks rank 0, 2 a"
-    ):
-        checkpoint.consensus(tmp_path)
-    with pytest.raises(ValueError, match=r"there is no checkpoint of step 9 in .*; there are 1"):
+    for step in (1, None):
+        with pytest.raises(ValueError, match=r"step 1 .*rank 0, 2, 3"):
+            checkpoint.consensus(tmp_path, step=step)
+    with pytest.raises(ValueError, match=r"step 9 .* there are 1"):
         checkpoint.consensus(tmp_path, step=9)
-    with pytest.raises(
-        ValueError, match=r"there is no checkpoint of step 9 in .*; there is none at"
-    ):
+    with pytest.raises(ValueError, match=r"step 9 .*nowhere"):
         checkpoint.consensus(tmp_path / "nowhere", step=9)
     save(tmp_path, 0, {"w": torch.zeros(2)}, world_size=2, step=2)
     save(tmp_path, 1, {"w": torch.zeros(2)}, world_size=3, step=2)
-    with pytest.raises(
-        ValueError, match=r"the part of rank [01] is of another start or other membe"
-    ):
+    with pytest.raises(ValueError, match=r"step 2 .*rank [01]"):
         checkpoint.consensus(tmp_path, step=2)
 
 
 @pytest.mark.parametrize(
-    ("models", "message"),
+    ("models", "named"),
     [
-        (
-            ({"w": torch.ones(2)}, {"w": torch.ones(3)}),
-            r"'w' is \(3,\) of torch.float32, not \(2,\)",
-        ),
-        (
-            ({"w": torch.ones(2)}, {"v": torch.ones(2)}),
-            "another model than the lowest .* 'v' is of",
-        ),
-        (({"w": 3}, {"w": 3}), "has 'w' of type int under 'model': weights are tensors by name"),
-        (([1], [1]), "has a list under 'model', no dict"),
+        (({"w": torch.ones(2)}, {"w": torch.ones(3)}), r"rank-0001.*'w' .*\(3,\)"),
+        (({"w": torch.ones(2)}, {"v": torch.ones(2)}), "rank-0001.*'v'"),
+        (({"w": 3}, {"w": 3}), "'w' of type int"),
+        (([1], [1]), "'model'"),
     ],
 )
-def test_models_that_have_no_mean(models, message, tmp_path):
+def test_models_that_have_no_mean(models, named, tmp_path):
     for rank, model in enumerate(models):
         save(tmp_path, rank, model, world_size=2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         checkpoint.consensus(tmp_path)
 
 
 def test_weights_lie_where_it_is_said(saved):
-    with pytest.raises(
-        ValueError, match=r"rank-0000 has nothing under 'net': say where the weights l"
-    ):
+    with pytest.raises(ValueError, match="'net'"):
         checkpoint.consensus(saved, key="net")
     assert_same(checkpoint.consensus(saved, key="optimizer"), {"m": torch.ones(3)})
 
 
-def test_damage_is_told_by_file(saved):
-    path = saved / "step-000000001" / "rank-0002" / "state.safetensors"
-    os.truncate(path, 100)
-    with pytest.raises(ValueError, match=r"rank-0002/state.safetensors is truncated"):
+def test_a_damaged_part_is_named(saved):
+    os.truncate(saved / "step-000000001" / "rank-0002" / "state.safetensors", 100)
+    with pytest.raises(ValueError, match=r"rank-0002/state.safetensors"):
         checkpoint.consensus(saved)
 
 
@@ -191,28 +174,23 @@ def plain(tmp_path):
 
 def test_a_file_for_others(tmp_path):
     run, out = plain(tmp_path), tmp_path / "model.safetensors"
+    mine = tmp_path / "model.safetensors.partial"
+    mine.write_text("mine")
     assert checkpoint.export_safetensors(run, out) == out
     wanted = {"b": torch.ones(2).bfloat16(), "w": torch.tensor([0.5, 2.0])}
     assert_same(dict(sorted(load_file(out).items())), wanted)
     with safe_open(out, framework="pt") as file:
-        told = file.metadata()
-    assert told == {"format": "pt", "replica": "consensus of ranks 0, 1", "run": "", "step": "120"}
-    with pytest.raises(
-        ValueError, match=r"model.safetensors exists: name another one, or allow to"
-    ):
+        metadata = file.metadata()
+    assert metadata["replica"] == "consensus of ranks 0, 1"
+    assert metadata["step"] == "120"
+    with pytest.raises(ValueError, match=r"model.safetensors exists"):
         checkpoint.export_safetensors(run, out)
     checkpoint.export_safetensors(run, out, rank=1, overwrite=True)
     assert_same(load_file(out)["w"], torch.tensor([1.0, 4.0]))
-    with pytest.raises(ValueError, match=r"there is no folder .*nowhere to write into: make it"):
+    with pytest.raises(ValueError, match="nowhere"):
         checkpoint.export_safetensors(run, tmp_path / "nowhere" / "model.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
-
-
-def test_no_file_of_the_users_is_touched(tmp_path):
-    run, mine = plain(tmp_path), tmp_path / "model.safetensors.partial"
-    mine.write_text("mine")
-    checkpoint.export_safetensors(run, tmp_path / "model.safetensors")
     assert mine.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, mine.name, "run"}
 
 
 def test_types_that_the_file_cannot_hold(tmp_path):

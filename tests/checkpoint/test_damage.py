@@ -1,6 +1,6 @@
 """What is not as it was saved is refused, with the name of the file and the reason."""
 
-import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -25,20 +25,6 @@ def saved(tmp_path):
     return tmp_path
 
 
-def written_anew(path, text, name="state.json"):
-    """As somebody would who knows the format: digests fit."""
-    from gossipgrad.checkpoint._files import FileEntry, write_file
-    from gossipgrad.checkpoint._manifest import read_manifest
-
-    (path / name).unlink()
-    entry = write_file(path / name, [text])
-    found = read_manifest(path / "manifest.json")
-    assert isinstance(found.files, dict)
-    assert isinstance(entry, FileEntry)
-    found.files[name] = entry
-    (path / "manifest.json").write_text(found.text())
-
-
 def flip(path, place):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
@@ -49,128 +35,150 @@ def edited(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def forged(path, **changes):
+    """As somebody would edit a manifest who knows the format: its digest of itself fits."""
+    value = json.loads(path.read_text()) | changes
+    del value["sha256"]
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(value | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def written_anew(part, content, name="state.json"):
+    """The same for another file."""
+    (part / name).write_bytes(content)
+    files = json.loads((part / "manifest.json").read_text())["files"]
+    files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    forged(part / "manifest.json", files=files)
+
+
 def in_place_of(path, make):
     path.unlink()
     make(path)
 
 
+def copied(source, part, *names):
+    for name in names or [path.name for path in source.iterdir()]:
+        shutil.copy(source / name, part)
+
+
+# What is done to a part, and the file and the reason that the error names.
 DAMAGES = {
     "truncated": (
         lambda part: os.truncate(part / "state.safetensors", 50),
-        r"state.safetensors is truncated: it has 50 bytes, [\d,]+ were written",
+        "state.safetensors is truncated",
     ),
     "longer": (
         lambda part: (part / "state.json").write_bytes((part / "state.json").read_bytes() + b" "),
-        r"state.json has \d+ bytes, \d+ were written",
+        "state.json",
     ),
-    "flipped": (
-        lambda part: flip(part / "state.safetensors", -3),
-        r"state.safetensors was changed or damaged: it has SHA-256 \w{64}, written was \w{64}",
-    ),
-    "flipped tree": (
-        lambda part: flip(part / "state.json", 20),
-        "state.json was changed or damaged",
-    ),
-    "missing": (
-        lambda part: (part / "state.json").unlink(),
-        "state.json cannot be read: No such file or directory",
-    ),
+    "flipped": (lambda part: flip(part / "state.safetensors", -3), "state.safetensors.*SHA-256"),
+    "flipped tree": (lambda part: flip(part / "state.json", 20), "state.json.*SHA-256"),
+    "missing": (lambda part: (part / "state.json").unlink(), "state.json.*No such file"),
     "of another rank": (
-        lambda part: shutil.copytree(part.with_name("rank-0001"), part, dirs_exist_ok=True),
-        "manifest.json is foreign: it was written by rank 1 at step 2",
+        lambda part: copied(part.with_name("rank-0001"), part),
+        "manifest.json is foreign.*rank 1",
     ),
     "of another step": (
-        lambda part: shutil.copytree(
-            part.parents[1] / "step-000000001" / "rank-0000", part, dirs_exist_ok=True
-        ),
-        "manifest.json is foreign: it was written by rank 0 at step 1",
+        lambda part: copied(part.parents[1] / "step-000000001" / "rank-0000", part),
+        "manifest.json is foreign.*step 1",
     ),
     "another's tensors": (
-        lambda part: shutil.copy(part.with_name("rank-0001") / "state.safetensors", part),
-        "state.safetensors was changed or damaged",
+        lambda part: copied(part.with_name("rank-0001"), part, "state.safetensors"),
+        "state.safetensors.*SHA-256",
     ),
     "another format": (
         lambda part: (part / "manifest.json").write_text("{}"),
-        "manifest.json is foreign: it is not of the format gossipgrad-checkpoint",
+        "manifest.json is foreign",
     ),
-    "no JSON": (
-        lambda part: os.truncate(part / "manifest.json", 30),
-        "manifest.json is damaged: it is no JSON",
-    ),
+    "no JSON": (lambda part: os.truncate(part / "manifest.json", 30), "manifest.json is damaged"),
     "nested": (
         lambda part: (part / "manifest.json").write_text("[" * 100_000),
-        "manifest.json is damaged: it is no JSON",
+        "manifest.json is damaged",
     ),
     "newer version": (
         lambda part: edited(part / "manifest.json", version=3),
-        "manifest.json is of checkpoint format 3, which another gossipgrad writes",
+        "manifest.json is of checkpoint format 3.*format 2",
     ),
     "older version": (
         lambda part: edited(part / "manifest.json", version=1),
-        "manifest.json is of checkpoint format 1, which an earlier gossipgrad 0.1 writes",
+        "manifest.json is of checkpoint format 1.*format 2.*0.1.*gossipgrad export",
     ),
     "edited": (
         lambda part: edited(part / "manifest.json", world_size=1, members=[0]),
-        "manifest.json was changed or damaged: its digest of itself does not fit",
+        "manifest.json.*digest",
     ),
-    "huge": (
-        lambda part: os.truncate(part / "manifest.json", 2**24 + 1),
-        "manifest.json has more than 16,777,216 bytes",
-    ),
+    "huge": (lambda part: os.truncate(part / "manifest.json", 2**24 + 1), "manifest.json"),
     "a tree that is none": (
         lambda part: written_anew(part, b'{"$call": "os.system"}'),
-        r"state.json cannot be read: it is no tree of state \(KeyError: '\$call'\)",
+        r"state.json.*\$call",
     ),
-    "a deep tree": (
-        lambda part: written_anew(part, b"[" * 200_000),
-        "state.json cannot be read: maximum recursion depth",
-    ),
+    "a deep tree": (lambda part: written_anew(part, b"[" * 200_000), "state.json.*recursion"),
     "a tensor that is not there": (
         lambda part: written_anew(part, b'{"$tensor": "x"}'),
-        "state.json cannot be read: .*state.safetensors has no tensor 'x'",
+        "state.safetensors has no tensor 'x'",
     ),
     "no tensors": (
         lambda part: written_anew(part, b"garbage" * 10, "state.safetensors"),
-        "state.safetensors is no safetensors file",
+        "state.safetensors",
     ),
-}
-
-
-DAMAGES |= {
-    "a pipe": (
-        lambda part: in_place_of(part / "manifest.json", os.mkfifo),
-        "manifest.json cannot be read: it is no regular file",
-    ),
+    "a pipe": (lambda part: in_place_of(part / "manifest.json", os.mkfifo), "manifest.json"),
     "tensors from a pipe": (
         lambda part: in_place_of(part / "state.safetensors", os.mkfifo),
-        "state.safetensors cannot be read: it is no regular file",
+        "state.safetensors",
+    ),
+    "files elsewhere": (
+        lambda part: forged(part / "manifest.json", files={"../../secret.json": {}}),
+        "manifest.json",
     ),
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_not_as_it_was_saved_is_refused(damage, message, saved):
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_not_as_it_was_saved_is_refused(damage, named, saved):
     damage(saved / PART)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         checkpoint.load(saved, rank=0, step=2)
     assert_same(checkpoint.load(saved, rank=1, step=2)["step"], 2)
     assert_same(checkpoint.load(saved, rank=0, step=1)["step"], 1)
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$tensor": "nowhere"},
+        {"$tensor": "model/w", "stride": [10**12, 1]},
+        {"$tensor": "model/w", "dtype": "float64", "shape": [7]},
+        {"$tensor": "model/w", "dtype": "os", "shape": [1]},
+        {"$array": "model/w"},
+        {"$bytes": "?"},
+        {"$dict": [1]},
+        {"$dict": [[[], 1]]},
+        {"$tuple": 3},
+    ],
+    ids=json.dumps,
+)
+def test_trees_that_nobody_has_written_are_refused(tree, saved):
+    written_anew(saved / PART, json.dumps(tree).encode())
+    with pytest.raises(ValueError, match=r"state.json"):
+        checkpoint.load(saved, rank=0, step=2)
+
+
 def test_other_steps_are_named(saved):
     flip(saved / PART / "state.json", 20)
-    with pytest.raises(ValueError, match=r"Load another step on every rank; complete are 1$"):
-        checkpoint.load(saved, rank=0)
-    shutil.rmtree(saved / "step-000000001")
-    with pytest.raises(ValueError, match=r"There is no other complete checkpoint$"):
+    with pytest.raises(ValueError, match=r"complete are 1$"):
         checkpoint.load(saved, rank=0)
 
 
-def test_a_manifest_that_cannot_be_read_makes_no_checkpoint_and_is_left_alone(saved):
-    edited(saved / PART / "manifest.json", version=3)
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: edited(path, version=3), lambda path: in_place_of(path, os.mkfifo)],
+    ids=["newer version", "pipe"],
+)
+def test_a_manifest_that_cannot_be_read_makes_no_checkpoint_and_is_left_alone(damage, saved):
+    damage(saved / PART / "manifest.json")
     assert checkpoint.latest(saved) == 1
     assert checkpoint.steps(saved, rank=0) == [1]
-    with pytest.raises(ValueError, match=r"step 2 cannot be saved .* it lies there already"):
+    with pytest.raises(ValueError, match="step 2"):
         checkpoint.save(saved, {}, rank=0, world_size=2, step=2)
     for step in (3, 4, 5):
         for rank in (0, 1):
@@ -182,14 +190,13 @@ def test_a_newer_step_whose_manifest_cannot_be_read_is_not_passed_over(saved):
     """It may have been complete: whoever is not told goes on from an older one, and removes it."""
     path = saved / PART / "manifest.json"
     os.truncate(path, 0)
-    reason = rf"{path} is damaged: .* of step 2, newer than any complete one: .* complete are 1$"
     for take in (
         lambda: checkpoint.load(saved, rank=1),
         lambda: checkpoint.manifest(saved, rank=1),
         lambda: checkpoint.members(saved),
         lambda: checkpoint.consensus(saved),
     ):
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=rf"{path}.* step 2, .* complete are 1$"):
             take()
     assert checkpoint.members(saved, step=1) == (0, 1)
     assert_same(checkpoint.load(saved, rank=1, step=1)["step"], 1)
@@ -197,34 +204,11 @@ def test_a_newer_step_whose_manifest_cannot_be_read_is_not_passed_over(saved):
     assert_same(checkpoint.load(saved, rank=1)["step"], 1)
 
 
-def test_a_pipe_for_a_manifest_holds_nobody_up(saved):
-    in_place_of(saved / PART / "manifest.json", os.mkfifo)
-    assert checkpoint.latest(saved) == 1
-    with pytest.raises(ValueError, match=r"step 2 cannot be saved .* it lies there already"):
-        checkpoint.save(saved, {}, rank=0, world_size=2, step=2)
-
-
 def test_a_world_of_any_size_takes_no_memory(saved):
     """Whoever can write there can write a manifest that fits itself."""
-    from gossipgrad.checkpoint._manifest import read_manifest
-
-    path = saved / PART / "manifest.json"
-    path.write_text(dataclasses.replace(read_manifest(path), world_size=1 << 60).text())
+    forged(saved / PART / "manifest.json", world_size=1 << 60)
     assert checkpoint.latest(saved) == 1
-    assert read_manifest(path).world_size == 1 << 60
-
-
-def test_names_lead_nowhere_else(saved, tmp_path):
-    from gossipgrad.checkpoint._manifest import read_manifest
-
-    path = saved / PART / "manifest.json"
-    found = read_manifest(path)
-    assert isinstance(found.files, dict)
-    entry = found.files.pop("state.json")
-    found.files["../../secret.json"] = entry
-    path.write_text(found.text())
-    with pytest.raises(ValueError, match=r"is no manifest: it names the files "):
-        checkpoint.load(saved, rank=0, step=2)
+    assert checkpoint.manifest(saved, rank=0, step=2).world_size == 1 << 60
 
 
 def test_files_are_those_of_safetensors(saved):

@@ -65,9 +65,7 @@ def test_those_who_live_make_it_complete(tmp_path):
     save(tmp_path, 0, 2, world_size=3, members=(0, 2))
     save(tmp_path, 2, 2, world_size=3, members=(0, 2))
     assert checkpoint.latest(tmp_path) == 2
-    with pytest.raises(
-        ValueError, match=r"rank 1 has no part in the newest .* step 2 of ranks 0, 2"
-    ):
+    with pytest.raises(ValueError, match=r"rank 1 .* step 2 of ranks 0, 2"):
         checkpoint.load(tmp_path, rank=1)
 
 
@@ -77,7 +75,7 @@ def test_of_a_step_that_some_ranks_died_in_those_count_who_completed_it(tmp_path
         save(tmp_path, rank, 1, world_size=3, members=(1, 2))
     assert checkpoint.members(tmp_path) == (1, 2)
     assert checkpoint.members(tmp_path, step=1) == (1, 2)
-    with pytest.raises(ValueError, match=r"there is no checkpoint of step 2 in .*; there are 1"):
+    with pytest.raises(ValueError, match=r"step 2 .* there are 1"):
         checkpoint.members(tmp_path, step=2)
 
 
@@ -132,10 +130,7 @@ def test_all_folders_that_are_made_have_their_names_on_the_disk(tmp_path, monkey
 def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):
     save(tmp_path, 0, 1, attempt="a")
     save(tmp_path, 1, 1, attempt="b")
-    with pytest.raises(
-        ValueError,
-        match=r"step 1 lacks rank [01]; the part of rank [01] is of another start or other members",
-    ):
+    with pytest.raises(ValueError, match=r"step 1 lacks rank [01].* start"):
         checkpoint.load(tmp_path, rank=0)
     save(tmp_path, 0, 1, attempt="b")  # written anew where it was not complete
     assert checkpoint.latest(tmp_path) == 1
@@ -145,7 +140,7 @@ def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):
 def test_two_processes_that_are_one_rank_are_told(tmp_path):
     """As the shards of one replica may: the one would silently take the other's place."""
     save(tmp_path, 0, 1, attempt="a")
-    with pytest.raises(ValueError, match=r"rank 0 has committed step 1 .* each saves into a direc"):
+    with pytest.raises(ValueError, match="rank 0 has committed step 1"):
         checkpoint.save(tmp_path, replica(7), rank=0, world_size=2, step=1, attempt="a")
     assert_same(checkpoint.load(tmp_path, rank=0, step=1), replica(10))
 
@@ -178,9 +173,7 @@ def test_where_nothing_is_shared_a_rank_counts_its_own(tmp_path):
         save(tmp_path, 1, step, keep=2, shared=False)
     assert checkpoint.steps(tmp_path, rank=1) == [2, 3]
     assert checkpoint.latest(tmp_path) is None
-    with pytest.raises(
-        ValueError, match="step 3 lacks rank 0; where ranks do not share the direct"
-    ):
+    with pytest.raises(ValueError, match="step 3 lacks rank 0"):
         checkpoint.load(tmp_path, rank=1)
     assert_same(checkpoint.load(tmp_path, rank=1, step=3), replica(31))
 
@@ -201,11 +194,9 @@ def test_files_of_others_stay(tmp_path):
 
 def test_what_is_complete_is_not_written_again(tmp_path):
     save_all(tmp_path, 1, 2)
-    with pytest.raises(ValueError, match=r"step 2 cannot be saved into .* it lies there already: "):
+    with pytest.raises(ValueError, match="step 2"):
         save(tmp_path, 0, 2)
-    with pytest.raises(
-        ValueError, match=r"is older than step 2 there: .* call rewind\(...\) on ev"
-    ):
+    with pytest.raises(ValueError, match=r"step 0 .*rewind"):
         save(tmp_path, 0, 0)
     assert_same(checkpoint.load(tmp_path, rank=0), replica(20))
 
@@ -229,15 +220,13 @@ def test_rewinding_removes_what_is_newer(tmp_path):
 
 def test_a_directory_holds_one_run(tmp_path):
     save_all(tmp_path, 1, run="red")
-    with pytest.raises(
-        ValueError, match=r"rank-0000 is of another run, 'red': save this one, 'blue'"
-    ):
+    with pytest.raises(ValueError, match=r"'red'.*'blue'"):
         save(tmp_path, 0, 2, run="blue")
-    with pytest.raises(ValueError, match="is of another run, 'red'"):
+    with pytest.raises(ValueError, match="'red'"):
         checkpoint.Saver(tmp_path, rank=0, world_size=2, run="blue")
-    with pytest.raises(ValueError, match=r"manifest.json is of another run, 'red', not of 'blue'"):
+    with pytest.raises(ValueError, match=r"'red'.*'blue'"):
         checkpoint.load(tmp_path, rank=0, step=1, run="blue")
-    with pytest.raises(ValueError, match=r"no checkpoint .* is complete: step 1 is of run 'red'"):
+    with pytest.raises(ValueError, match="'red'"):
         checkpoint.load(tmp_path, rank=0, run="blue")
     assert checkpoint.latest(tmp_path, run="blue") is None
     assert checkpoint.steps(tmp_path, run="blue", rank=0) == []
@@ -264,24 +253,24 @@ def test_ranks_save_at_the_same_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"rank": 2}, "rank 2 of world_size 2 cannot be: ranks count from 0"),
-        ({"rank": -1}, "rank -1 of world_size 2 cannot be"),
-        ({"world_size": 0}, "world_size 0 cannot be"),
-        ({"step": -1}, "step -1 is negative: give the steps done so far"),
-        ({"keep": 0}, "keep=0 would keep no checkpoint: give 1 or more, or None to keep all"),
-        ({"members": (1,)}, r"rank 0 is not among members \[1\]"),
+        ({"rank": 2}, "rank 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"world_size": 0}, "world_size 0"),
+        ({"step": -1}, "step -1"),
+        ({"keep": 0}, "keep=0"),
+        ({"members": (1,)}, r"\[1\]"),
         (
             {"members": (1, 0)},
-            r"members \[1, 0\] are no ranks: give each living one once, in order",
+            r"\[1, 0\]",
         ),
-        ({"members": (0, 0)}, r"members \[0, 0\] are no ranks"),
-        ({"members": (-1, 0)}, r"members \[-1, 0\] are no ranks"),
+        ({"members": (0, 0)}, r"\[0, 0\]"),
+        ({"members": (-1, 0)}, r"\[-1, 0\]"),
     ],
 )
-def test_arguments_that_cannot_be(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+def test_arguments_that_cannot_be(settings, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
         checkpoint.save(
             tmp_path / "there",
             {"w": torch.ones(1)},
@@ -291,14 +280,12 @@ def test_arguments_that_cannot_be(settings, message, tmp_path):
 
 
 def test_what_is_not_there(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"there is no checkpoint in .*: name a directory that has"
-    ):
+    with pytest.raises(ValueError, match="no checkpoint"):
         checkpoint.load(tmp_path, rank=0)
     save_all(tmp_path, 1, 2)
-    with pytest.raises(ValueError, match="rank 0 has not committed step 7; it has 1, 2"):
+    with pytest.raises(ValueError, match=r"step 7; .* 1, 2"):
         checkpoint.load(tmp_path, rank=0, step=7)
-    with pytest.raises(ValueError, match="rank 5 has not committed step 2; it has none at all"):
+    with pytest.raises(ValueError, match="rank 5"):
         checkpoint.load(tmp_path, rank=5, step=2)
-    with pytest.raises(ValueError, match=r"is of a run of 2 ranks, not of 3: start as many ranks"):
+    with pytest.raises(ValueError, match="2 ranks, not of 3"):
         checkpoint.load(tmp_path, rank=0, world_size=3)

@@ -1,7 +1,6 @@
 """What comes back is what was saved, to the last bit; what cannot be is refused with its place."""
 
 import enum
-import json
 import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gossipgrad import checkpoint
-from gossipgrad.checkpoint._tree import decode
 from support.trees import assert_same
 
 TEXT = st.text(max_size=8) | st.sampled_from(["$tensor", "$", "a/b"])
@@ -185,32 +183,3 @@ def test_a_state_that_holds_itself_is_refused(tmp_path):
     state["again"] = {"list": [state]}
     with pytest.raises(ValueError, match=r"state\['again'\]\['list'\]\[0\]"):
         checkpoint.save(tmp_path / "there", state, rank=0, world_size=1, step=0)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"$tensor": "nowhere"},
-        {"$tensor": "w", "stride": [10**12, 1]},
-        {"$tensor": "w", "dtype": "float64", "shape": [7]},
-        {"$tensor": "w", "dtype": "os", "shape": [1]},
-        {"$array": "w"},
-        {"$bytes": "?"},
-        {"$dict": [1]},
-        {"$dict": [[[], 1]]},
-        {"$tuple": 3},
-        {"$call": "os.system"},
-    ],
-    ids=json.dumps,
-)
-def test_trees_that_nobody_has_written_are_refused(tree):
-    """Private, since `save` writes none of these."""
-    tensors = {"w": torch.arange(6.0).reshape(2, 3)}
-
-    def tensor(name):
-        if name not in tensors:
-            raise ValueError(f"no tensor {name!r}")
-        return tensors[name]
-
-    with pytest.raises(ValueError):  # noqa: PT011
-        decode(tree, tensor)

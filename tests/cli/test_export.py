@@ -29,7 +29,7 @@ def test_the_consensus_of_the_newest_step(run, tmp_path, capsys):
     assert said.err == "step 20, consensus of ranks 0, 1\n"
     assert_same(load_file(out), {"w": torch.tensor([10.0, 30.0])})
     assert cli.main(["export", str(run), str(out)]) == 2
-    assert f"{out} exists: give --force to replace it, or another file" in capsys.readouterr().err
+    assert f"{out} exists: give --force" in capsys.readouterr().err
     assert cli.main(["export", str(run / "checkpoints"), str(out), "--force", "--step", "10"]) == 0
     assert_same(load_file(out), {"w": torch.tensor([5.0, 15.0])})
     assert cli.main(["export", str(run), str(out), "--force", "--rank", "1"]) == 0
@@ -40,7 +40,7 @@ def test_checkpoints_of_another_run_are_not_exported(run, tmp_path, capsys):
     out = tmp_path / "model.safetensors"
     (run / "config.json").write_text(json.dumps({"run_name": "red"}))
     assert cli.main(["export", str(run), str(out)]) == 2
-    assert "is complete: step 20 is of run ''" in capsys.readouterr().err
+    assert "step 20 is of run ''" in capsys.readouterr().err
     for text in ("[]", "{", json.dumps({"run_name": None})):
         (run / "config.json").write_text(text)
         assert cli.main(["export", str(run), str(out), "--force"]) == 0
@@ -49,14 +49,14 @@ def test_checkpoints_of_another_run_are_not_exported(run, tmp_path, capsys):
 def test_what_cannot_be_written(run, tmp_path, capsys):
     out = str(tmp_path / "model.safetensors")
     (run / "checkpoints" / "step-000000020" / "rank-0001" / "manifest.json").unlink()
-    assert cli.main(["export", str(run), out, "--step", "20"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("gossipgrad: error: the checkpoint of step 20 in ")
-    assert "is not complete, it lacks rank 1: name a step that is, or one rank" in told
-    assert cli.main(["export", str(tmp_path / "nowhere"), out]) == 2
-    assert "there is no checkpoint in " in capsys.readouterr().err
-    assert cli.main(["export", str(run), out, "--key", "net"]) == 2
-    assert "has nothing under 'net': say where the weights lie" in capsys.readouterr().err
-    assert cli.main(["export", str(run), str(tmp_path / "no" / "m")]) == 2
-    assert "there is no folder " in capsys.readouterr().err
+    for arguments, named in [
+        ([str(run), out, "--step", "20"], "step 20"),
+        ([str(tmp_path / "nowhere"), out], "nowhere"),
+        ([str(run), out, "--key", "net"], "'net'"),
+        ([str(run), str(tmp_path / "no" / "m")], "no folder"),
+    ]:
+        assert cli.main(["export", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("gossipgrad: error: ")
+        assert named in err
     assert not list(tmp_path.glob("*.safetensors*"))

@@ -8,14 +8,14 @@ from gossipgrad import cli
 from gossipgrad.cli._train import parse_join, print_joined
 from gossipgrad.train import JoinConfig, JoinOutcome
 
-OWN = "Its own are --nproc, --device, --data-dir, --threads, --quiet."
+OWN = "Its own are --device, --data-dir, --threads, --quiet."
 
 
 def test_a_run_to_join_and_what_is_this_machines_own():
-    assert parse_join(["--join", "run"]) == JoinConfig(run=Path("run"), nproc=1)
-    own = ["--nproc", "3", "--threads=2", "--device", "auto", "--data_dir", "d", "--quiet"]
+    assert parse_join(["--join", "run"]) == JoinConfig(run=Path("run"))
+    own = ["--threads=2", "--device", "auto", "--data_dir", "d", "--quiet"]
     assert parse_join([*own, "--join=run"]) == JoinConfig(
-        run=Path("run"), nproc=3, device="auto", data_dir=Path("d"), threads=2, quiet=True
+        run=Path("run"), device="auto", data_dir=Path("d"), threads=2, quiet=True
     )
     assert parse_join(["--nproc", "3"]) is None
 
@@ -31,8 +31,8 @@ def test_options_of_the_run_are_refused(option, capsys):
     )
 
 
-@pytest.mark.parametrize("option", ["--encrypt", "--no-overwrite", "--overwrite"])
-def test_so_are_flags(option):
+@pytest.mark.parametrize("option", ["--encrypt", "--no-overwrite", "--overwrite", "--nproc"])
+def test_so_are_flags_and_a_number_of_workers(option):
     with pytest.raises(ValueError, match=f"^{option} is not for --join"):
         parse_join([option, "--join", "run"])
 
@@ -70,24 +70,11 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert "holds no run: name the folder" in capsys.readouterr().err
 
 
-def test_tells_what_each_did(capsys):
-    parts = [
-        {"rank": 3, "steps": 1200, "samples": 19_200, "left": False, "late": False},
-        {"rank": 4, "steps": 7, "samples": 112, "left": True, "late": False},
-        {"rank": 5, "steps": 9, "samples": 144, "left": False, "late": True},
-    ]
-    summary = {"accuracy": 0.95}
-    print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), parts=parts, summary=summary))
-    assert capsys.readouterr().out.splitlines() == [
-        "rank 3 trained 1,200 steps on 19,200 samples, to the end of the run",
-        "rank 4 trained 7 steps on 112 samples, and left the run, which goes on",
-        "rank 5 trained 9 steps on 144 samples, but the run had ended as this worker came, and is "
-        "put together without it",
-        "accuracy 95.00%",
-        "report run/report.html",
-    ]
-    failures = ["rank 5 was killed by SIGKILL"]
-    print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), parts=parts[:1], failures=failures))
-    assert capsys.readouterr().out.splitlines()[1:] == failures
-    print_joined(JoinOutcome(exit_code=130, run_dir=Path("run"), parts=[]))
-    assert capsys.readouterr().out == "stopped before a worker had joined; the run goes on\n"
+@pytest.mark.parametrize(("left", "end"), [(False, "to the end of the run"), (True, "and left")])
+def test_tells_what_it_did(left, end, capsys):
+    made = {"rank": 3, "steps": 1200, "samples": 19_200}
+    summary = None if left else {"accuracy": 0.95}
+    print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), **made, left=left, summary=summary))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"rank 3 trained 1,200 steps on 19,200 samples, {end}")
+    assert others == ([] if left else ["accuracy 95.00%", "report run/report.html"])

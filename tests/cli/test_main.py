@@ -1,4 +1,3 @@
-import json
 import runpy
 import sys
 from importlib.metadata import version
@@ -37,10 +36,8 @@ def test_runs_as_a_module(monkeypatch, capsys):
 
 def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
-    assert capsys.readouterr().err == (
-        "gossipgrad: error: no command 'trian'; there are train, launch, demo, topology, profile, "
-        "probe, simulate, advise, plan, watch, report, export\n"
-    )
+    err = capsys.readouterr().err
+    assert all(name in err for name in ("trian", "train", "launch", "advise", "export"))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +62,7 @@ def test_ctrl_c_before_a_worker_is_started_is_told(monkeypatch, capsys):
 def test_missing_packages_name_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(_main, "find_spec", lambda name: None)
     assert cli.main(["train"]) == 2
-    assert capsys.readouterr().err == (
-        "gossipgrad: error: this needs tyro and rich: pip install 'gossipgrad[cli]'\n"
-    )
+    assert "pip install 'gossipgrad[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -165,43 +160,21 @@ def test_a_run_without_results_says_how_far_it_came(begun, told, capsys):
     assert capsys.readouterr().out == told
 
 
-def test_report_names_a_missing_run(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("gossipgrad: error: ")
-
-
-def test_report_is_written_anew(tmp_path, capsys):
-    summary = {"strategy": "local", "world_size": 1, "accuracy": 0.5}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
-    assert (tmp_path / "report.html").exists()
-
-
-def test_topology_is_shown(capsys):
-    assert cli.main(["topology", "--world-size", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
-def test_comparison_has_a_column_a_run():
-    table = compare({"gossip": {"accuracy": 0.975, "consensus_distance": None}, "local": None})
-    assert [column.header for column in table.columns] == ["", "gossip", "local"]
-    assert next(iter(table.columns[0].cells)) == "accuracy"
-    assert next(iter(table.columns[1].cells)) == "97.50%"
-    assert list(table.columns[1].cells)[-1] == "-"
-
-
-def test_comparison_counts_mixing_on_the_step():
+def test_comparison_has_a_column_a_run_and_counts_mixing_on_the_step():
     costs = {"exposed_seconds_per_step": 0.002, "mixing_seconds_per_step": 0.003}
-    table = compare({"gossip": costs, "allreduce": costs | {"mixing_seconds_per_step": None}})
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    figures = {title: (gossip, allreduce) for title, gossip, allreduce in rows}
-    assert figures["exposed a step, ms"] == ("2.00", "2.00")
-    assert figures["communication on the step's thread, ms"] == ("5.00", "2.00")
+    other = costs | {"mixing_seconds_per_step": None, "accuracy": 0.975}
+    table = compare({"gossip": costs, "allreduce": other, "local": None})
+    assert [column.header for column in table.columns] == ["", "gossip", "allreduce", "local"]
+    rows = {
+        title: figures for title, *figures in zip(*(c.cells for c in table.columns), strict=True)
+    }
+    assert rows["accuracy"] == ["-", "97.50%", "-"]
+    assert rows["exposed a step, ms"] == ["2.00", "2.00", "-"]
+    assert rows["communication on the step's thread, ms"] == ["5.00", "2.00", "-"]
 
 
 def test_demo_is_refused_where_the_world_is_given(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["demo"]) == 2
-    assert "the demo starts its own workers; run it outside of torchrun" in capsys.readouterr().err
+    assert "torchrun" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from gossipgrad import cli, train
-from gossipgrad.cli._units import rate_of, rate_text, seconds_of, seconds_text
 from gossipgrad.planning import AffineCost, PiecewiseCost
 from gossipgrad.simulate import STRATEGIES, Network, Racks
 
@@ -77,18 +76,17 @@ def test_a_measured_network_takes_the_place_of_a_rate(tmp_path, capsys):
     network.write_text(json.dumps(measured.to_json()))
     arguments = ["simulate", "--network", str(network), "--steps", "20", "--strategy", "gossip"]
     arguments += ["--out", str(out), "--world-size"]
-    told = "4 ranks, and the prediction is for 5, 6: costs of single links are left out there"
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert cli.main([*arguments, "4,5,6"]) == 0
-    assert told in capsys.readouterr().err
+    assert "5, 6: costs of single links" in capsys.readouterr().err
     figures = {p: cell for (_, p, _), cell in cells(out).items()}
     assert figures[4]["step_seconds"] > 2 * figures[5]["step_seconds"]  # the slow link is of 4
     assert cli.main([*arguments, "4"]) == 0
     curve = PiecewiseCost(sizes=(0.0, 1e6), seconds=(1e-3, 0.1))
     reduced = replace(measured, links={}, all_reduce=curve)
     network.write_text(json.dumps(reduced.to_json()))
-    with pytest.raises(UserWarning, match="is for 5: its all-reduce is left out there"):
+    with pytest.raises(UserWarning, match="5: its all-reduce"):
         cli.main([*arguments, "5"])
 
 
@@ -158,56 +156,47 @@ def test_a_figure_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--profile", "alexnet"], "no profile 'alexnet' (No such file or directory): give one of"),
-        (["--strategy", "gossip,stale"], "no strategy 'stale' is modelled: choose among gossip,"),
-        (["--world-size", "8,many"], "'many' is no number of ranks: give whole numbers"),
-        (["--world-size", "8,"], "'8,' has an empty part: write a list with commas, as 8,64"),
-        (["--world-size", "0"], "world size 0 is out of range"),
-        (["--world-size", "6", "--topology", "hypercube"], "hypercube needs a world size that is"),
-        (["--bandwidth", "1GB"], "'1GB' is no rate: write 100Mbit, 1Gbit or 2.5Gbit"),
-        (
-            ["--bandwidth", "1e-300bit", "--steps", "5"],
-            "ranks takes more seconds than",
-        ),
-        (["--bandwidth", "1e400bit"], "a rate of '1e400bit' is past all numbers"),
-        (
-            ["--rack-size", "8", "--uplink", "1e400bit"],
-            "a rate of '1e400bit' is past all numbers",
-        ),
-        (["--latency", "1e400s"], "a time of '1e400s' never ends"),
-        (["--payload", "weights+state/0"], "no payload 'weights+state/0' is modelled: choose"),
-        (["--wire", "int8"], "no wire 'int8': choose float32 or bfloat16"),
-        (["--bandwidth", "0Gbit"], "a rate of '0Gbit' moves nothing"),
-        (["--latency", "50"], "'50' is no time: write 50us, 1.5ms or 2s"),
+        (["--profile", "alexnet"], "'alexnet'"),
+        (["--strategy", "gossip,stale"], "'stale'"),
+        (["--world-size", "8,many"], "'many'"),
+        (["--world-size", "8,"], "'8,'"),
+        (["--world-size", "0"], "world size 0"),
+        (["--world-size", "6", "--topology", "hypercube"], "hypercube"),
+        (["--bandwidth", "1GB"], "'1GB'"),
+        (["--bandwidth", "1e-300bit", "--steps", "5"], "ranks takes more seconds than"),
+        (["--bandwidth", "1e400bit"], "'1e400bit'"),
+        (["--rack-size", "8", "--uplink", "1e400bit"], "'1e400bit'"),
+        (["--latency", "1e400s"], "'1e400s'"),
+        (["--payload", "weights+state/0"], "'weights+state/0'"),
+        (["--wire", "int8"], "'int8'"),
+        (["--bandwidth", "0Gbit"], "'0Gbit'"),
+        (["--latency", "50"], "'50'"),
         (["--jitter", "10"], "jitter is 10.0"),
         (["--straggler", "0"], "straggler_factor is 0.0"),
-        (["--stragglers", "2"], "give --straggler 2 for twice the time"),
+        (["--stragglers", "2"], "--straggler 2"),
         (["--straggler", "2", "--stragglers", "9", "--world-size", "8"], "9 stragglers among 8"),
-        (["--stall", "1s"], "stalls need both --stall and --stall-probability"),
-        (["--rack-size", "8"], "racks need both --rack-size and --uplink"),
-        (
-            ["--rack-size", "8", "--uplink", "1Gbit", "--collective", "halving"],
-            "all-reduce by halving over shared uplinks is not modelled",
-        ),
-        (["--network", "none.json"], "`gossipgrad probe --out none.json` measures one"),
-        (["--network", "none.json", "--latency", "1ms"], "leave out --bandwidth, --latency and"),
-        (["--network", "none.json", "--hop-latency", "1ms"], "and --hop-latency, or --network"),
-        (["--hop-latency", "50"], "'50' is no time: write 50us, 1.5ms or 2s"),
-        (["--figure", "figure.gif"], "--figure figure.gif must end in .png, .svg, .pdf"),
-        (["--figure", "nowhere/figure.png"], "there is no folder nowhere"),
-        (["--out", "nowhere/figures.json"], "there is no folder nowhere"),
-        (["--steps", "0"], "steps is 0: step through 1 or more"),
+        (["--stall", "1s"], "--stall-probability"),
+        (["--rack-size", "8"], "--uplink"),
+        (["--rack-size", "8", "--uplink", "1Gbit", "--collective", "halving"], "halving"),
+        (["--network", "none.json"], "gossipgrad probe --out none.json"),
+        (["--network", "none.json", "--latency", "1ms"], "--latency"),
+        (["--network", "none.json", "--hop-latency", "1ms"], "--hop-latency"),
+        (["--hop-latency", "50"], "'50'"),
+        (["--figure", "figure.gif"], ".png, .svg, .pdf"),
+        (["--figure", "nowhere/figure.png"], "no folder nowhere"),
+        (["--out", "nowhere/figures.json"], "no folder nowhere"),
+        (["--steps", "0"], "steps is 0"),
     ],
 )
-def test_mistakes_are_one_kind_line(arguments, message, capsys, tmp_path, monkeypatch):
+def test_mistakes_are_one_kind_line(arguments, named, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["simulate", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("gossipgrad: error: ")
     assert err.count("\n") == 1
-    assert message in err
+    assert named in err
 
 
 def test_files_that_hold_something_else_are_named(tmp_path, capsys):
@@ -226,34 +215,19 @@ def test_files_that_hold_something_else_are_named(tmp_path, capsys):
 
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("gossipgrad.cli._figures.find_spec", lambda name: None)
     assert cli.main(["simulate", "--figure", "figure.png"]) == 2
     assert "pip install 'gossipgrad[plot]'" in capsys.readouterr().err
 
 
-def test_rates_and_times_are_read_and_written():
-    assert [rate_of(text) for text in ("100Mbit", "2.5 Gbit/s", "10Gbps", "5e3bit")] == [
-        1e8,
-        2.5e9,
-        1e10,
-        5e3,
-    ]
-    assert [seconds_of(text) for text in ("50us", "1.5 ms", "2s", "5e2ns")] == [
-        5e-5,
-        1.5e-3,
-        2.0,
-        5e-7,
-    ]
-    for rate in (1e3, 1e8, 2.5e9, 4e10):
-        assert rate_of(rate_text(rate)) == rate
-    assert [seconds_text(s) for s in (2e-5, 0.25, 59.0, 600.0, 7200.0, 1e6)] == [
-        "20 us",
-        "250 ms",
-        "59 s",
-        "10 min",
-        "2 h",
-        "11.6 d",
-    ]
+@pytest.mark.parametrize("rate", ["1000Mbit", "1 Gbit/s", "1Gbps", "1e9bit"])
+@pytest.mark.parametrize("latency", ["50us", ".05 ms", "5e-5s", "5e4ns"])
+def test_rates_and_times_are_read_as_people_write_them(rate, latency, tmp_path):
+    out = tmp_path / "figures.json"
+    arguments = [*SHORT, "--bandwidth", rate, "--latency", latency, "--strategy", "gossip"]
+    assert cli.main([*arguments, "--world-size", "4", "--out", str(out)]) == 0
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert cell["rate_bits_per_second"] == 1e9
+    assert cell["network"].startswith("1 Gbit/s, ")
 
 
 def test_every_strategy_of_the_command_has_a_model():

@@ -14,12 +14,6 @@ def spec(numel, dtype=F32, name="w"):
     return TensorSpec(name, (numel,), dtype)
 
 
-def test_a_narrow_wire_counts_its_own_bytes():
-    plan = BucketPlan.make([spec(4), spec(4)], bucket_bytes=16, wire_dtype=BF16)
-    assert [(b.indices, b.part.dtype, b.dtype) for b in plan.buckets] == [((1, 0), BF16, F32)]
-    assert plan.size_bytes == 16
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([F32, F64, BF16])), max_size=12),

@@ -1,13 +1,11 @@
 """How exchanges end, whatever transport moves them."""
 
-import time
-
 import pytest
 import torch
 
 from gossipgrad.comm import Channel, Hub, Liveness, Outcome
 from support.links import RUN
-from support.waiting import quick, until
+from support.waiting import until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 in_process = pytest.mark.parametrize("kind", ["in-process"])
@@ -28,43 +26,6 @@ def both(a, b, round=0, value=0.0):
     return mine.received.tolist()
 
 
-def test_rounds_of_a_link_keep_apart_and_a_part_that_is_here_is_taken_at_once(channels):
-    a, b = channels(credits=10)
-    sent = [post(b, 0, round=r, value=r) for r in range(10)]
-    until(lambda: a.poll() or a.early_bytes == 160)
-    mine = [post(a, 1, round=r) for r in range(10)]
-    assert [x.outcome for x in mine] == [D] * 10
-    assert [x.received[0].item() for x in mine] == list(range(10))
-    assert [b.take(x, 30.0) for x in sent] == [D] * 10
-    assert a.early_bytes == 0
-
-
-def test_a_peer_that_left_is_dead_and_what_it_posted_before_counts(channels, leave):
-    a, b = channels()
-    mine, theirs = post(a, 1), post(b, 0, value=5)
-    assert b.take(theirs, 30.0) is D
-    leave(b)
-    assert a.take(mine, 30.0) is D
-    until(lambda: a.poll() or a.gone == {1: "left"})
-    later = post(a, 1, round=2)
-    assert later.outcome is X
-    assert later.ticket.done
-
-
-def test_what_was_sent_before_leaving_counts_where_nothing_was_due_in_return(channels, leave):
-    """Of a pair it would count on one end: the one that has left gets nothing any more."""
-    a, b = channels()
-    for round in range(2):
-        b.post(round, 0, part(5), send_to=0, recv_from=None)
-    leave(b)
-    until(lambda: a.poll() or a.gone == {1: "left"})
-    assert a.early_bytes == 32
-    assert post(a, 1).outcome is X
-    takes = a.post(1, 0, part(0), send_to=None, recv_from=1)
-    assert a.take(takes, 30.0) is D
-    assert takes.received.tolist() == [5.0] * 4
-
-
 @pytest.mark.parametrize("they_met", [True, False])
 def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_met):
     size = 1 << 18
@@ -80,18 +41,6 @@ def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_
     assert a.gone == {1: "was lost"}
     assert mine.ticket.wait(30.0)
     assert a.early_bytes == 0
-
-
-def test_credits_void_a_further_round_on_both_ends(channels):
-    a, b = channels(credits=2)
-    mine = [post(a, 1, round=r, value=r) for r in (3, 5, 8)]
-    assert mine[2].outcome is V
-    assert mine[2].ticket.done
-    until(lambda: b.poll() or b.heard == 8)
-    theirs = [post(b, 0, round=r, value=r) for r in (3, 5, 8)]
-    assert [b.take(x, 30.0) for x in theirs] == [D, D, V]
-    assert [a.take(x, 30.0) for x in mine] == [D, D, V]
-    assert [x.received[0].item() for x in mine[:2]] == [3.0, 5.0]
 
 
 def test_directed_and_one_sided_rounds(channels):
@@ -157,24 +106,6 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     assert post(a, 1, round=4).outcome is V
 
 
-def test_what_both_sent_in_the_same_generation_counts_however_late(channels):
-    a, b = channels()
-    mine, theirs = post(a, 1, value=1), post(b, 0, value=2)
-    a.enter(1, 1, [0, 1])
-    b.enter(1, 1, [0, 1])
-    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
-
-
-@pytest.mark.parametrize("generation", [1, 2**31])
-def test_rounds_before_a_peer_entered_are_void(channels, generation):
-    a, b = channels()
-    a.enter(generation, 5, [0, 1])
-    b.enter(generation, 6, [0, 1])
-    until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (6, 5))
-    assert post(a, 1, round=5).outcome is V, "b entered with round 6"
-    both(a, b, round=6)
-
-
 def test_the_living_go_on_with_each_other_when_two_are_expelled(channels):
     liveness = Watching()
     ends = channels(4, liveness=liveness)
@@ -194,32 +125,6 @@ def test_the_living_go_on_with_each_other_when_two_are_expelled(channels):
 
 
 # -- the end --------------------------------------------------------------------------------------
-
-
-def test_post_and_take_after_close_are_void_and_quick(channels):
-    a, _ = channels()
-    before = post(a, 1)
-    a.close()
-    after, start = post(a, 1, round=1), time.perf_counter()
-    assert (a.take(before, 60.0), a.take(after, 60.0)) == (V, V)
-    a.poll(60.0)
-    a.void(2, 1)
-    a.close(linger_seconds=60.0)
-    assert time.perf_counter() - start < 30.0
-
-
-def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
-    def closed():
-        ends = channels(6)
-        for peer in range(1, 6):
-            post(ends[0], peer, round=peer)
-        ends[1].transport.close()
-        ends[2].close()
-        start = time.perf_counter()
-        ends[0].close(linger_seconds=0.5)
-        return time.perf_counter() - start
-
-    quick(closed, 1.5)
 
 
 @in_process

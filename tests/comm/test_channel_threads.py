@@ -55,38 +55,6 @@ def post(channel, peer, round=0, value=0.0, **options):
 # -- who listens ----------------------------------------------------------------------------------
 
 
-def test_two_threads_may_take_at_once(ranks):
-    """The one that does not listen is woken by the one that does, and its deadline holds."""
-    a, b, c, _ = ranks
-    from_b, rounds = post(a, 1), itertools.count()
-
-    def take(exchange, deadline, outcomes, seconds):
-        start = time.perf_counter()
-        outcomes.append(a.take(exchange, deadline))
-        seconds.append(time.perf_counter() - start)
-
-    def both_in_time():
-        round, outcomes, seconds = next(rounds), ([], []), ([], [])
-        from_c = post(a, 2, round=round)
-        threads = [
-            threading.Thread(target=take, args=(from_b, 0.8, outcomes[0], seconds[0])),
-            threading.Thread(target=take, args=(from_c, 60.0, outcomes[1], seconds[1])),
-        ]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        post(c, 0, round=round)
-        for thread in threads:
-            thread.join()
-        assert outcomes == ([L], [D])
-        assert seconds[0][0] >= 0.8
-        return seconds[0][0] < 1.1 and seconds[1][0] < 0.4
-
-    until(both_in_time)  # at the first time, unless a busy machine holds a thread up
-    post(b, 0)
-    assert a.take(from_b, 30.0) is D
-
-
 # -- buffers that are filled later ----------------------------------------------------------------
 
 
@@ -210,27 +178,3 @@ def test_the_wait_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
     ENDS[end](a, c)
     until(lambda: a.poll() or waits.ticket.done)
     assert time.perf_counter() - start < LONG_SECONDS / 2
-
-
-def test_what_is_not_granted_is_sent_after_so_many_seconds(ranks):
-    a, _, c, _ = ranks
-    post(c, 1, round=0)
-    turn, start = a.turn(1, 2), time.perf_counter()
-    turn(0.05)
-    assert 0.05 <= time.perf_counter() - start < LONG_SECONDS / 2
-    turn(-1.0)
-    assert a.transport.said == [(Kind.ASK, 2, 1)]
-
-
-def test_what_was_asked_in_another_generation_is_granted_when_both_live_in_it(ranks):
-    a, _, c, _ = ranks
-    a.enter(1, 5, [*range(4)])
-    thread = threading.Thread(target=a.turn(5, 2), args=(LONG_SECONDS,))
-    thread.start()
-    hear_wish(a, c, 5)
-    post(c, 1, round=4)
-    assert (Kind.GO, 0, 5) not in c.transport.said
-    c.enter(1, 5, [*range(4)])
-    post(c, 0, round=5)
-    until(lambda: a.poll() or not thread.is_alive())
-    thread.join()

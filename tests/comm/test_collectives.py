@@ -181,21 +181,3 @@ def test_what_one_end_counts_both_do_whatever_comes_between(schedule, acts, seed
             else:
                 getattr(world, act)(rank)
         world.check()
-
-
-def test_rounds_may_go_back_after_a_collective(channels):
-    """As when a state is loaded: what was sent of a round before does not count for it again."""
-    a, b = channels()
-    a.post(7, 0, torch.full((4,), 9.0), send_to=1, recv_from=1)
-    fences = {0: a.fence(), 1: b.fence()}
-    for end in (a, b):
-        end.resume(fences, 8)
-        end.restart(3, [0, 1])
-    mine = a.post(3, 0, torch.ones(4), send_to=1, recv_from=1)
-    again = b.post(3, 0, torch.ones(4), send_to=0, recv_from=0)
-    assert (a.take(mine, 30.0), b.take(again, 30.0)) == (D, D)
-    late = [
-        e.post(7, 0, torch.ones(4), send_to=1 - r, recv_from=1 - r) for r, e in ((0, a), (1, b))
-    ]
-    assert [end.take(x, 30.0) for end, x in zip((a, b), late, strict=True)] == [D, D]
-    assert late[1].received.tolist() == [1.0] * 4

@@ -123,14 +123,28 @@ def test_a_connection_that_breaks_is_made_anew_and_what_broke_meanwhile_is_looke
     assert watch.latest.gone[1].why == "its link broke, and it shows no sign of life"
 
 
-def test_a_rank_that_was_given_up_while_its_store_was_lost_learns_it_then(clock, store, started):
-    def fail(what, key):
-        raise RuntimeError("Connection reset by peer")
+@pytest.mark.parametrize("seconds", [35.0, 60.0])
+def test_a_store_that_is_slow_is_not_awaited_again_and_again(
+    clock, store, started, caplog, seconds
+):
+    """The lease is 50 s. Each beat of 35 s would renew it too late, and be awaited."""
+    took, beats = seconds, 0
 
-    store.before, watches = lambda what, key: None, []
-    watches.append(started(QUICK, reconnect=lambda: HookedStore(store.inner)))
-    store.before = fail
-    give_up(store.inner, 0)
-    until(lambda: not watches[0].is_member())
-    with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
-        watches[0].confirm()
+    def before(what, key):
+        nonlocal beats
+        if key == "membership":
+            clock.seconds += took
+            beats += 1
+            time.sleep(0.001)
+
+    with caplog.at_level(logging.WARNING):
+        store.before = before
+        watch = started(FIFTY)
+        until(lambda: watch.store_lost)
+        last = beats + 20
+        until(lambda: watch.is_member() and watch.store_lost and beats > last)
+        took = 0.0
+        until(lambda: watch.store_lost is None)
+    slow, again = (record.message for record in caplog.records)
+    assert "the rendezvous store is slow" in slow
+    assert "answers again" in again

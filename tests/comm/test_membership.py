@@ -120,18 +120,6 @@ def test_a_broken_link_makes_a_loss_quick_and_a_sign_of_life_makes_the_link_anew
     assert all_watches[3].latest.living == (0, 2, 3)
 
 
-@pytest.mark.parametrize("dies", [2, 3])
-def test_a_death_comes_first_and_makes_all_links_anew(watches, clock, dies):
-    all_watches = watches(4)
-    pass_seconds(clock, all_watches, 3)
-    for peer in (1, dies):
-        all_watches[0].hear_end(peer, left=False)
-    living = [watch for rank, watch in enumerate(all_watches) if rank != dies]
-    pass_seconds(clock, living, 40)
-    assert living[0].latest.living == tuple(rank for rank in ALL if rank != dies)
-    assert living[0].latest.generation <= 2
-
-
 @pytest.mark.parametrize("dead", [None, 1, 2])
 def test_after_a_collective_broke_the_dead_are_given_up_or_a_generation_of_all_follows(
     watches, clock, dead
@@ -209,23 +197,6 @@ def test_a_rank_that_was_stopped_itself_gives_nobody_up(watches, clock):
     for _ in range(50):
         mine.beat()
     assert mine.latest.generation == 0
-
-
-def test_a_rank_that_leaves_is_not_lost(clock):
-    settings = Heartbeats(interval_seconds=0.005, lease_seconds=50.0, silent_seconds=5000.0)
-    store = dist.HashStore()
-    made = make_watches(clock, 3, settings, store=lambda rank: store)
-    for watch in made:
-        watch.start()
-    made[1].leave()
-    made[0].hear_generation(1)
-    until(lambda: made[0].latest.generation)
-    latest = made[0].latest
-    assert (latest.living, latest.lost, latest.gone[1].left) == ((0, 2), {}, True)
-    assert made[0].expelled() == set()
-    for watch in made:
-        watch.leave()
-    until(lambda: Record(store).read().living == ())
 
 
 def test_beats_of_those_who_joined_and_left_long_ago_are_removed_from_the_store(clock):

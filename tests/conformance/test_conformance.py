@@ -13,10 +13,10 @@ from support.families import (
     LOCKSTEP,
     ROUND_STEPS,
     STEPS,
+    batches,
     on_ranks,
     train,
 )
-from support.regression import batches
 from support.replicas import network
 
 # `make test` has their convergence and their resumption alone.

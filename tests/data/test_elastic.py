@@ -125,32 +125,6 @@ def test_ranks_come_to_the_end_of_a_disturbed_epoch_together():
     check_whole(run, 0, 480)
 
 
-def test_the_position_goes_by_the_share_of_the_epoch_that_is_done():
-    run = Run(600, 3)  # 100 batches a rank
-    run.in_turn(0, 1, 2, epoch=0, steps=50)
-    run.change(*range(6))
-    newcomer = run.ranks[5].batches
-    run.in_turn(*range(6), epoch=0, steps=1)
-    assert 46 <= newcomer.position <= 54, "in the middle of the epoch, as the others"
-    run.in_turn(*range(6), epoch=0)
-    assert {run.ranks[rank].batches.position for rank in range(6)} == {100}
-    check_whole(run, 0, 600)
-
-
-def test_ranks_that_hear_late_lose_nothing():
-    """Rank 0 has not heard of the newcomers, nor that rank 2 left, and goes on as ever."""
-    run = Run(400, 4)
-    run.in_turn(0, 1, 2, 3, epoch=0, steps=5)
-    run.ranks[2].leave()
-    run.change(0, 1, 3, 4, known_to=(1, 4))
-    run.in_turn(0, 1, 3, 4, epoch=0, steps=9)
-    run.change(0, 1, 3, 4, 5, known_to=(3, 5))
-    run.in_turn(0, 1, 3, 4, 5, epoch=0, steps=9)
-    run.learn(0, 1, 4)
-    run.in_turn(0, 1, 3, 4, 5, epoch=0)
-    check_whole(run, 0, 400)
-
-
 @pytest.mark.parametrize("later", [1, 2])
 def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next(later):
     """The others had come to the end of theirs when it died, or when they heard of it."""

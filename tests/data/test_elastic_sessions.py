@@ -83,7 +83,7 @@ def test_ranks_join_and_die_and_every_sample_is_used(mode):
     deaths, shares = {(1, 0): 20, (4, 1): 8}, Shares()
 
     def await_newcomers(me):
-        me.train_until(lambda: {3, 4} <= me.session.membership.joined.keys(), 60.0)
+        me.train_until(lambda: {3, 4} <= me.session.membership.joined.keys())
 
     def life(me):
         rank, batches = me.session.rank, shares.of(me.session)
@@ -91,7 +91,7 @@ def test_ranks_join_and_die_and_every_sample_is_used(mode):
             await_newcomers(me)
         for epoch in range(EPOCHS):
             if epoch == EPOCHS - 1:
-                me.train_until(lambda: {1, 4} <= me.session.membership.lost.keys(), 60.0)
+                me.train_until(lambda: {1, 4} <= me.session.membership.lost.keys())
             for made in shares.train(me, epoch):
                 if (epoch, made) == (0, 15) and rank < WORLD_SIZE:
                     await_newcomers(me)

@@ -89,6 +89,7 @@ def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, monkeypatch, d
     assert names(cache / "tinyshakespeare") == set()
     site.files, site.cut = {"/input.txt": b"To be"}, None
     site.over.set()
+    monkeypatch.setattr(_files, "_TIMEOUT_SECONDS", 30.0)
     assert find().read_bytes() == b"To be"
 
 

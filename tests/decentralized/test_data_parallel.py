@@ -139,3 +139,17 @@ def test_compiled(where):
         with model.session.consensus():
             assert torch.isfinite(loss_of(called))
     assert not any(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
+
+
+def test_inside_another_module_keys_have_no_prefix_either():
+    outer = nn.Sequential(alone(), nn.Linear(3, 1))
+    saved = outer.state_dict()
+    assert list(saved)[:2] == ["0.0.weight", "0.0.bias"]
+    other = nn.Sequential(alone(), nn.Linear(3, 1))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(saved)
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), outer.parameters(), strict=True)
+    )

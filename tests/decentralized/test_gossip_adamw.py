@@ -112,3 +112,12 @@ def test_one_moment_of_adam_does_not_travel_without_the_other():
     ranks = VirtualRanks(Gradient(), 2, optimizer=torch.optim.Adam, payload="weights+momentum")
     with pytest.raises(ValueError, match="GossipAdamW"):
         ranks.step(torch.ones(2, 1, 200), torch.zeros(2, 1))
+
+
+def test_a_payload_without_momentum_warns():
+    model = network()
+    with (
+        pytest.warns(UserWarning, match="GossipAdamW"),
+        gg.gossip(model, gg.GossipAdamW(model.parameters(), lr=0.01)),
+    ):
+        pass

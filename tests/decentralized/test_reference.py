@@ -3,18 +3,58 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import by_name, from_matrix
-from support.vectors import (
-    assert_near,
-    fill_gradients,
-    flat,
-    flat_gradient,
-    mean,
-    replicas,
-    sgd,
-)
+
+
+class Vectors(nn.Module):
+    """Two parameters of unlike shape, drawn from the seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.matrix = nn.Parameter(torch.randn(5, 3, generator=generator).to(dtype))
+        self.vector = nn.Parameter(torch.randn(7, generator=generator).to(dtype))
+
+
+def replicas(p: int, dtype: torch.dtype = torch.float32, same: bool = False) -> list[nn.Module]:
+    return [Vectors(0 if same else rank, dtype) for rank in range(p)]
+
+
+def sgd(models: list[nn.Module], lr: float = 0.1, **options: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=lr, **options) for model in models]
+
+
+def fill_gradients(models: list[nn.Module], seed: int | None) -> None:
+    """Random gradients, other ones on each rank; zeros where the seed is None."""
+    for rank, model in enumerate(models):
+        generator = torch.Generator().manual_seed((seed or 0) * 100 + rank)
+        for w in model.parameters():
+            g = torch.randn(w.shape, generator=generator).to(w.dtype)
+            w.grad = torch.zeros_like(w) if seed is None else g
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([w.detach().double().flatten() for w in model.parameters()])
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([w.grad.double().flatten() for w in model.parameters()])
+
+
+def mean(models: list[nn.Module]) -> Tensor:
+    return torch.stack([flat(model) for model in models]).mean(0)
+
+
+def buffer(optimizer: torch.optim.Optimizer, w: Tensor, key: str = "momentum_buffer") -> Tensor:
+    return optimizer.state[w][key].clone()
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
+
 
 SCHEDULES = [
     pytest.param(name, p, id=f"{name}-{p}")
@@ -132,3 +172,46 @@ def test_gradients_are_averaged_before_the_update_and_weights_do_not_meet() -> N
     reference.step()
     for model, w in zip(models, start, strict=True):
         assert_near(flat(model), w - 0.1 * average)
+
+
+# Optimizer state
+
+
+def test_momentum_follows_the_weights_rule_in_its_rounds() -> None:
+    models = replicas(2)
+    optimizers = sgd(models, momentum=0.9)
+    plain = replicas(2)
+    plain_optimizers = sgd(plain, momentum=0.9)
+    reference = Reference(
+        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state", state_every=2
+    )
+    mine = torch.zeros(7)
+    for step in range(2):
+        fill_gradients(models, step)
+        fill_gradients(plain, step)
+        before = mine
+        reference.step()
+        for optimizer in plain_optimizers:
+            optimizer.step()
+        mine = buffer(optimizers[0], models[0].vector)
+        if step == 0:
+            local = [buffer(o, m.vector) for o, m in zip(plain_optimizers, plain, strict=True)]
+            assert_near(mine, (local[0] + local[1]) / 2)
+        else:
+            assert_near(mine, 0.9 * before + models[0].vector.grad)
+
+
+def test_second_moments_are_clamped_and_step_counters_stay() -> None:
+    models = replicas(2)
+    optimizers = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.1)) for m in models]
+    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
+    for step in range(4):
+        fill_gradients(models, None)
+        for w in models[0].parameters():
+            w.grad.fill_(10.0 if step == 0 else 0.0)
+        reference.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for w in model.parameters():
+                assert buffer(optimizer, w, "exp_avg_sq").min() >= 0.0
+                assert buffer(optimizer, w, "step") == step + 1
+    assert reference.clamps > 0

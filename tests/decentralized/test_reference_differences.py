@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from gossipgrad.decentralized._reference import Reference
 from gossipgrad.decentralized._reference_differences import DifferenceReference
 from gossipgrad.topology import by_name, complete
 
@@ -41,21 +40,3 @@ def test_the_mean_is_kept_and_replicas_meet(schedule, mode):
     after = stacked(reference)
     torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-12)
     assert (after - after.mean(0)).norm() < (before - before.mean(0)).norm() / 50
-
-
-def test_all_differences_at_a_whole_step_are_plain_gossip():
-    steps = 6
-    found = []
-    for make in (
-        lambda *of: DifferenceReference(*of, 1.0, 1.0, mode="sync"),
-        lambda *of: Reference(*of, mode="sync"),
-    ):
-        models, optimizers = replicas(lr=0.1)
-        reference = make(models, optimizers, by_name("ring", 4))
-        for step in range(steps):
-            for rank, model in enumerate(models):
-                for parameter in model.parameters():
-                    parameter.grad = torch.full_like(parameter, float(rank + step))
-            reference.step()
-        found.append(stacked(reference))
-    torch.testing.assert_close(*found)

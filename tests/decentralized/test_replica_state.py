@@ -127,3 +127,19 @@ def test_gradients_that_have_been_sent_are_in_no_state():
         me.session.state_dict()
 
     run_sessions(2, use, payload="gradients+weights")
+
+
+def test_tensors_in_lists_lie_beside_their_parameter_again():
+    """A parameter without storage stands for one on an accelerator."""
+    model, optimizer = replica(sgd)
+    held = {"past": [torch.ones(8, 6)], "step": torch.ones(())}
+    optimizer.state[model[0].weight] = held
+    state = replica_state(model, [optimizer])
+    (entry,) = state["optimizers"][0]["state"]
+    entry[2].remove(["past", 0])  # as if it had lain there
+    there = network().to("meta")
+    theirs = sgd(list(there.parameters()))
+    load_replica(there, [theirs], state)
+    loaded = theirs.state[there[0].weight]
+    assert loaded["past"][0].device.type == "meta"
+    assert loaded["step"].device.type == "cpu"

@@ -135,3 +135,23 @@ def test_messages_snapshots_and_memory_shrink():
     assert masked.bytes_sent == whole.bytes_sent * 9 // 83  # elements of the one bucket
     assert masked.snapshot_limit_bytes == whole.snapshot_limit_bytes * 9 // 83
     assert masked.extra_memory_bytes < whole.extra_memory_bytes / 2
+
+
+def test_the_reference_keeps_its_sum_with_what_is_outstanding():
+    models = [network(seed, torch.float64) for seed in range(4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    reference = MaskedReference(
+        models,
+        optimizers,
+        by_name("dissemination", 4),
+        lambda t, i: MASK.indices(reference.w[0][i].numel(), seed=i, round=t),
+    )
+    kept = reference.invariant()
+    for _ in range(5):
+        for rank, model in enumerate(models):
+            set_gradients(model, rank, 0)
+        reference.step()
+        reference.outstanding = reference._exchange([reference._values(r) for r in range(4)])
+        for before, now in zip(kept, reference.invariant(), strict=True):
+            torch.testing.assert_close(now, before)
+        reference.outstanding = [None] * 4

@@ -92,26 +92,6 @@ def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(leaves, data)
         ranks.close()
 
 
-def test_a_rank_that_was_given_up_drives_nobodys_position():
-    ranks = Scripted(3, mode="stale")
-    try:
-        for rank in (0, 1, 2):
-            ranks.step(rank)
-        ranks.wires.deliver_all()
-        for rank in (0, 1):
-            rounds = ranks.sessions[rank]._rounds
-            rounds.channel.enter(1, rounds.next_round, [0, 1])
-        for _ in range(50):
-            ranks.step(2)
-        ranks.wires.deliver_all()
-        for rank in (0, 1):
-            before = ranks.sessions[rank].position
-            ranks.step(rank, no_gradients)
-            assert ranks.sessions[rank].position == before + 1
-    finally:
-        ranks.close()
-
-
 @pytest.mark.parametrize(("world_size", "d"), [(2, 2), (2, 4), (4, 3)])
 def test_the_weight_is_stable_where_one_half_diverges(world_size, d, monkeypatch):
     found = []

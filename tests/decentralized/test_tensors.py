@@ -81,15 +81,15 @@ def loss_of_noise(model, rank, step):
 
 
 @pytest.mark.parametrize(
-    ("mode", "payload"),
+    "settings",
     [
-        ("overlap", "weights"),
-        ("overlap", "weights+state"),
-        ("sync", "weights+state"),
-        ("overlap", "gradients+weights"),
+        {"compress": "shared-mask:0.5"},
+        {"mode": "sync", "payload": "weights+state"},
+        {"payload": "gradients+weights"},
     ],
+    ids=str,
 )
-def test_odd_models(payload, mode):
+def test_odd_models(settings):
     def use(me):
         model = me.model
         frozen, unused = model.frozen.weight.clone(), model.unused.weight.detach().clone()
@@ -103,27 +103,10 @@ def test_odd_models(payload, mode):
         me.session.average_()
         return [p.detach().clone() for p in model.parameters()]
 
-    settings = {"mode": mode, "payload": payload, "bucket_bytes": 64, "gradients": loss_of_noise}
+    settings = {"bucket_bytes": 64, "gradients": loss_of_noise, **settings}
     results = run_sessions(3, use, make=lambda rank: Odd(), optimizer=adam, **settings)
     for mine, other in zip(results[0], results[1], strict=True):
         assert torch.equal(mine, other)
-
-
-def test_a_parameter_used_on_some_ranks_only():
-    """As in conditional computation: a rank without a gradient has no state, and stays so."""
-
-    def gradients(model, rank, step):
-        model.zero_grad()
-        model[rank](torch.ones(1, 3)).sum().backward()
-
-    def use(me):
-        me.train(5)
-        assert len(me.optimizer.state) == 2
-        assert torch.isfinite(me.weights()).all()
-
-    make = lambda rank: nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])  # noqa: E731
-    settings = {"gradients": gradients, "payload": "weights+state"}
-    run_sessions(2, use, make=make, optimizer=adam, **settings)
 
 
 def test_backward_passes_of_a_step_add_up_or_train_other_parameters():
@@ -183,3 +166,13 @@ def test_sparse_gradients_are_refused_only_where_gradients_travel(payload):
 
     make = lambda rank: nn.Embedding(4, 3, sparse=True)  # noqa: E731
     run_sessions(2, use, make=make, optimizer=plain_sgd, payload=payload)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse()]
+)
+def test_what_has_no_average_is_refused_by_name(weight):
+    model = nn.ParameterList([nn.Parameter(weight)])
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    with pytest.raises(ValueError, match="'0'"):
+        gg.gossip(model, optimizer)

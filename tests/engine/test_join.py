@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.engine import _admission
 from support.joining import run_open
 from support.replicas import adam, flat
 from support.waiting import until
@@ -38,7 +37,7 @@ def sending(monkeypatch):
             assert flowing.wait(60.0)
         save(copy, buffer)
 
-    monkeypatch.setattr(_admission.torch, "save", slow)
+    monkeypatch.setattr(torch, "save", slow)
     return begun, flowing
 
 
@@ -49,7 +48,6 @@ def sending(monkeypatch):
         {"mode": "sync", "encrypt": True},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
-        {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
         {"mode": "overlap", "local_steps": 2},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
@@ -195,13 +193,10 @@ def test_nobody_waits_for_one_that_has_joined_and_makes_no_step_yet(mode):
     assert leap >= 30, "its position is that of the others again"
 
 
-@pytest.mark.parametrize("collective", ["consensus", "average_"])
-def test_collectives_before_during_and_after_entering(collective):
+def test_collectives_before_during_and_after_entering():
     """Rank 1 waits in one already as somebody joins: all meet again, with the joiner."""
 
     def call(me):
-        if collective == "consensus":
-            return me.mean()
         me.session.average_()
         return flat(me.session.replica.model)
 

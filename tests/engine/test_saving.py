@@ -1,5 +1,7 @@
 """Saving one of several replicas that differ: warned of once, and what does keep them all."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -26,6 +28,17 @@ def test_the_replica_of_one_rank_is_warned_of_once():
     with pytest.warns(UserWarning, match=r"(?s)replicas may differ.*session\.consensus") as seen:
         on_two_ranks(save)
     assert len(seen) == 1
+
+
+def test_copies_of_the_model_belong_to_no_session():
+    def use(me):
+        copies = copy.deepcopy(me.model), pickle.loads(pickle.dumps(me.model))
+        me.train()
+        for other in (*copies, copy.deepcopy(me.model)):
+            other.state_dict()
+            other(torch.ones(1, 6))
+
+    on_two_ranks(use, mode="sync")
 
 
 def test_where_replicas_are_equal_there_is_no_warning():

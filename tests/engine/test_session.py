@@ -176,3 +176,11 @@ def test_the_free_estimate_follows_the_exact_distance():
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.01)  # noqa: E731
     for ratio in run_sessions(8, use, optimizer=optimizer):
         assert 0.75 < ratio < 1.35
+
+
+def test_stats_are_a_table_in_notebooks():
+    model = torch.nn.Linear(2, 1)
+    with gg.gossip(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        html = session.stats()._repr_html_()
+    assert html.count("<tr>") > 3
+    assert "n/a" in html

@@ -171,19 +171,6 @@ def test_the_rest_equals_torch_adamw():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_momentum_buffer_is_not_polarised_in_place(nesterov, dtype):
-    p = nn.Parameter(torch.zeros(4, 6, dtype=dtype))
-    optimizer = gg.Muon([p], nesterov=nesterov)
-    p.grad = torch.ones(4, 6, dtype=dtype)
-    optimizer.step()
-    buffer = optimizer.state[p]["momentum_buffer"]
-    torch.testing.assert_close(buffer, torch.ones(4, 6, dtype=buffer.dtype))
-    torch.testing.assert_close(p.grad, torch.ones(4, 6, dtype=dtype))
-    assert buffer.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-
-
 def test_a_convolution_is_one_row_an_output():
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 4, 3)
@@ -252,3 +239,16 @@ def test_a_closure_a_scheduler_and_a_scaler():
     before = [p.detach().clone() for p in twin.parameters()]
     scaler.step(other)
     assert all(map(torch.equal, before, twin.parameters()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_goes_on_with_its_own_parameters(copied):
+    model = model_of()
+    optimizer = gg.Muon(model)
+    train(model, optimizer)
+    twin, other = copied((model, optimizer))
+    assert all(map(torch.equal, train(model, optimizer), train(twin, other)))
+    extra = nn.Parameter(torch.ones(3, 3))
+    other.add_param_group({"params": [("extra", extra)]})
+    assert other.param_groups[-1]["momentum"] == 0.95
+    assert repr(other)

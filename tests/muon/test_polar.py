@@ -64,14 +64,6 @@ def test_zero_has_the_factor_zero_and_nothing_is_written(name):
     assert all(f.data_ptr() != m.data_ptr() for f, m in zip([zero], held, strict=False))
 
 
-def test_bf16_and_given_steps():
-    steps = resolve_polar([(2.0, -1.5, 0.5)] * 3)
-    (narrow,) = polarise(matrices()[:1], steps, torch.bfloat16)
-    (wide,) = polarise(matrices()[:1], steps)
-    assert narrow.dtype is torch.bfloat16
-    torch.testing.assert_close(narrow.double(), wide, atol=0.05, rtol=0.05)
-
-
 @pytest.mark.parametrize("polar", ["newton", [(1.0, 2.0)]])
 def test_unknown_steps_are_refused(polar):
     with pytest.raises(ValueError, match="polar"):

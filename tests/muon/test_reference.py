@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gossipgrad.muon._reference import NAMES, Neighbours, Reference, Stacked, mix, msgn
+from gossipgrad.muon._reference import NAMES, Neighbours, Reference, Stacked, msgn
 from gossipgrad.topology import dissemination
 
 SURVIVORS = ("atc-gt", "semi-atc-gt", "non-atc-gt", "paper-extra", "demuon")
@@ -122,8 +122,3 @@ def test_which_backbones_survive_rotating_partners(name):
     matrices = [torch.from_numpy(schedule.mixing_matrix(k)) for k in range(3)]
     assert slope_after(name, lambda k: ring(8)) < 10
     assert (slope_after(name, lambda k: matrices[k % 3]) < 10) == (name in SURVIVORS)
-
-
-def test_mixing_is_by_rows_of_the_weights():
-    X = torch.arange(2.0, dtype=torch.float64).view(2, 1, 1)
-    assert mix(PAIR, X).flatten().tolist() == [0.25, 0.75]

@@ -223,19 +223,6 @@ def test_all_kinds_of_parameters_in_narrow_types():
     assert max(run_ranks(2, rank_main)) < 1e-6
 
 
-def test_one_rank_is_the_plain_optimizer():
-    model, twin = Quadratic(0), Quadratic(0)
-
-    def rank_main(rank, group):
-        optimizer = exact_muon(model)
-        with suda(model, optimizer, process_group=group):
-            train(model, optimizer, 5)
-
-    run_ranks(1, rank_main)
-    train(twin, exact_muon(twin), 5)
-    assert torch.equal(model.x, twin.x)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -233,3 +233,31 @@ def test_another_optimizer_and_another_model_are_refused():
             share_roots(optimizer, **links)
 
     on_ranks(2, rank_main)
+
+
+def test_only_the_refreshes_that_are_due_are_sent():
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Staggered(2))
+        with share_roots(optimizer, every=3, patience_seconds=60.0, **links) as sharing:
+            train(model, optimizer, 25, seed=rank, group=group)
+            group.barrier()
+            refreshes = optimizer.refresh_stats.refreshes
+            assert sharing.stats.computed + sharing.stats.received == refreshes
+            return sharing.stats.received / refreshes
+
+    for share in on_ranks(2, rank_main):
+        assert 0.1 < share < 0.25  # a third of refreshes, half of the units
+
+
+def test_a_sharing_that_is_closed_leaves_each_rank_its_own_roots():
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Background(2, 1, fixed_delay=True))
+        sharing = share_roots(optimizer, patience_seconds=60.0, **links)
+        train(model, optimizer, 6, seed=rank)
+        sharing.close()
+        before = sharing.stats.computed
+        train(model, optimizer, 20, seed=rank)
+        optimizer.close()
+        return sharing.stats.computed == before and optimizer.refresh_stats.refreshes > 24
+
+    assert on_ranks(2, rank_main) == [True, True]

@@ -408,3 +408,28 @@ def test_groups_closures_schedulers_weight_decay_and_a_scaler(cls):
     steps = 2 if cls is gg.Shampoo else 1  # the first of the others makes the factors
     torch.testing.assert_close(p.detach(), torch.full((3, 3), 0.95**steps))
     assert cls(net()).add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]}) is None
+
+
+@each
+def test_a_step_that_was_interrupted_can_be_taken_again(cls):
+    model = net()
+    optimizer = cls(model, refresh=gg.Synchronous(3))
+    train(model, optimizer, range(4))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    make_job, optimizer.make_job = optimizer.make_job, lambda unit, group: interrupt
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(4, 9))
+    optimizer.make_job = make_job
+    train(model, optimizer, range(4, 9))
+    assert optimizer.refresh_stats.oldest <= 2
+
+
+@each
+def test_parameters_that_are_none_are_refused(cls):
+    parameters = net().parameters()
+    cls(parameters)
+    with pytest.raises(ValueError, match="once"):
+        cls(parameters)  # the iterator is at its end

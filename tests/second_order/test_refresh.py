@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -24,23 +25,12 @@ def take_step(refresher, units, step, compute=None):
     return used
 
 
-def run(policy, units, steps, **options):
-    refresher = Refresher(policy, units, **options)
-    used = [take_step(refresher, units, step) for step in range(steps)]
-    refresher.close()
-    return used, refresher.stats
-
-
 @pytest.fixture
 def refreshers():
     made = []
     yield lambda *args, **options: made.append(Refresher(*args, **options)) or made[-1]
     for each in made:
         each.close()
-
-
-def test_no_staleness_is_synchronous():
-    assert run(Background(7, max_staleness=0), 5, 60)[0] == run(Synchronous(7), 5, 60)[0]
 
 
 @pytest.mark.parametrize("on_bound", ["block", "synchronous"])
@@ -68,51 +58,6 @@ def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, st
     stats = refresher.stats
     assert every - 1 <= stats.oldest <= every - 1 + staleness
     assert stats.waits + stats.synchronous > 0
-
-
-def test_a_fixed_delay_takes_a_root_up_in_the_same_step_whatever_the_workers_speed():
-    def slow(seconds):
-        def compute():
-            time.sleep(seconds)
-            return (torch.ones(1),)
-
-        refresher = Refresher(Background(6, 3), 5, has_peers=True)
-        used = [take_step(refresher, 5, step, compute) for step in range(40)]
-        refresher.close()
-        return used
-
-    used = slow(0.0)
-    assert used == slow(0.003)
-    assert [used[step][2][1] for step in range(3, 18)] == [0] * 2 + [2] * 6 + [8] * 6 + [14]
-
-
-@pytest.mark.parametrize("delay", [0, 3, 5, 9])
-def test_a_deterministic_clock_completes_jobs_at_chosen_steps(delay):
-    policy = Background(10, 5, executor=Deterministic(delay))
-    used, stats = run(policy, 3, 60)
-    assert used == run(policy, 3, 60)[0]
-    ages = [step - each[1] for step in range(20, 60) for each in used[step]]
-    assert max(ages) == min(10 - 1 + delay, 14)
-    assert min(ages) == min(delay, 5)
-    assert (stats.waits > 0) == (delay > 5)
-
-
-def test_a_late_root_leaves_steps_without_one_where_that_was_asked_for():
-    policy = Background(10, 5, on_bound="graft-only", executor=Deterministic(lambda u, k: 8))
-    used, stats = run(policy, 1, 40)
-    assert [step for step in range(40) if used[step][0] is None] == [
-        15,
-        16,
-        17,
-        25,
-        26,
-        27,
-        35,
-        36,
-        37,
-    ]
-    assert stats.graft_only == 9
-    assert stats.oldest == 14
 
 
 def until_error(refresher, compute_of, units=1, start=0):
@@ -245,3 +190,12 @@ def test_values_are_never_torn_or_older_than_before(refreshers):
     reader.join()
     assert not torn
     assert refresher.stats.refreshes > 20
+
+
+def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
+    executor = ThreadPoolExecutor(1)
+    refresher = refreshers(Background(4, 2, executor=executor), 1)
+    take_step(refresher, 1, 0)
+    executor.shutdown()
+    _, error = until_error(refresher, lambda step: None, start=1)
+    assert "shutdown" in str(error)

@@ -1,6 +1,5 @@
 """The hook for DistributedDataParallel: what it sends, and what its buckets may do to it."""
 
-import threading
 from itertools import pairwise
 
 import pytest
@@ -127,29 +126,6 @@ def test_ranks_that_differ_are_told_what_in(settings, message):
     run_ranks(2, rank_main)
 
 
-def test_a_state_that_some_ranks_have_loaded_ends_the_step_of_those_who_have_not():
-    def rank_main(rank, group):
-        model = network()
-        group.unless = lambda: gone.is_set() and fail()
-        with CommHook(model, process_group=group, density=0.1) as state:
-            backward_of(model, rank, 0)
-            step(model, state, [2])
-            if rank:
-                state.load_state_dict(state.state_dict())
-            else:
-                loaded.wait()
-            loaded.set()
-            with pytest.raises(gg.GossipError, match="the others are gone" if rank else "has died"):
-                step(model, state, [2])
-            gone.set()
-
-    def fail():
-        raise gg.GossipError("the others are gone")
-
-    loaded, gone = threading.Event(), threading.Event()
-    run_ranks(2, rank_main)
-
-
 def test_a_rank_that_is_gone_fails_every_bucket_of_the_step():
     def rank_main(rank, group):
         model = network()
@@ -201,3 +177,18 @@ def _train_wrapped(rank, store):
     reference = train_reference(2, 5, [4], density=0.1)
     expected = [p.tolist() for p in reference.models[rank].parameters()]
     return [p.tolist() for p in model.parameters()], expected
+
+
+def test_rounds_that_differ_end_the_step_before_anything_is_sent():
+    def rank_main(rank, group):
+        model = network()
+        with CommHook(model, process_group=group, density=lambda step: 0.5) as state:
+            backward_of(model, rank, 0)
+            step(model, state, [2])
+            kept = state.state_dict()
+            state.load_state_dict({**kept, "rounds": 7 + rank})
+            with pytest.raises(gg.GossipError, match="after 8 rounds on rank 1, but 7 on rank 0"):
+                step(model, state, [2])
+            group.barrier()
+
+    run_ranks(2, rank_main)

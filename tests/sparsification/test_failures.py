@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
+from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import on_ranks, same_weights
+from support.sparse import assume_costs, on_ranks, same_weights, states_after
 from support.unchecked import types_unchecked
 
 
@@ -94,6 +95,41 @@ def test_unequal_step_counts_end_without_a_hang():
     on_ranks(use, together=False)
 
 
+@pytest.mark.parametrize(("work", "failing"), [("measure_methods", 1), ("_computed", 0)])
+def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
+    monkeypatch, work, failing
+):
+    """The step of the last round is then taken as without a plan."""
+    if work == "_computed":
+        assume_costs(monkeypatch, sparse=1e-3, dense=1e-2)
+    real = getattr(_planner, work)
+
+    def fails_there(*args, **kwargs):
+        thread = threading.current_thread().name
+        if thread in (f"rank {failing}", "gossipgrad plan_0"):
+            raise MemoryError("it does not fit")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(_planner, work, fails_there)
+
+    def use(me):
+        with pytest.raises(MemoryError if me.rank == failing else gg.GossipError):
+            me.train(20)
+        me.optimizer.step()
+        state = me.session.state_dict()
+        for call in (me.optimizer.step, me.backward):
+            with pytest.raises(gg.GossipError):
+                call()
+        return state
+
+    states = on_ranks(use, "optimal", together=False)
+    rounds = states[0]["session"]["counted"]["rounds"]
+    for state, expected in zip(states, states_after(rounds, plan="single"), strict=True):
+        torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
+        of, like = (each["session"]["residuals"] for each in (state, expected))
+        torch.testing.assert_close(of, like, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("late", [lambda: 1 / 0, lambda: 2], ids=["raises", "none"])
 def test_a_course_of_the_density_that_goes_wrong_is_told_on_all(late):
     """It is that of rank 0 for all; those of others are not asked for."""
@@ -176,6 +212,15 @@ def test_wrong_settings_are_refused_by_name(settings):
         pytest.raises(ValueError, match=named.get(name, "span" if name == "recorder" else name)),
     ):
         gg.sparsify(model, sgd(list(model.parameters())), **settings)
+
+
+def test_what_a_session_does_not_know_is_refused():
+    model = network()
+    optimizer = sgd(list(model.parameters()))
+    with pytest.raises(TypeError, match="replans"):
+        gg.sparsify(model, optimizer, replans=100)
+    with gg.sparsify(model, optimizer) as session, pytest.raises(gg.GossipError):
+        session.accept_changes()
 
 
 @pytest.mark.parametrize("density", [0.001, gg.sparsification.Warmup(then=0.005)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gossipgrad as gg
+from gossipgrad.sparsification import _aggregation
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import backward_of, on_ranks, same_weights, start
@@ -136,3 +137,41 @@ def test_a_session_that_failed_to_begin_or_that_nobody_kept_leaves_no_mark():
         begin(model)
     with SECOND["sparsify"](model):
         del kept
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at the start", "in broadcast_"])
+def test_a_session_without_memory_for_its_groups_leaves_no_hook(again, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    def rank_main(rank, group):
+        model = network()
+        session = start(group, model=model)[2] if again else None
+        group.barrier()
+        monkeypatch.setattr(_aggregation, "MergedGroup", fail)
+        group.barrier()
+        with pytest.raises(MemoryError) as kept:
+            session.broadcast_() if again else start(group, model=model)
+        if again:
+            session.close()
+        backward_of(model, rank, 0)
+        with gg.sparsify(model, sgd(list(model.parameters()))):
+            return kept
+
+    run_ranks(2, rank_main)
+
+
+def test_closed_in_a_step_that_is_a_round():
+    def use(me):
+        with me.session.no_sync():
+            me.backward()
+        weights = me.weights()
+        if me.rank == 0:
+            group, close = me.session._aggregation.groups[-1], me.session.close
+            begin = group.begin
+            group.begin = lambda *args: (begin(*args), close())
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
+        assert same_weights([me.weights(), weights])
+
+    on_ranks(use, together=False)

@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import gossipgrad as gg
 from gossipgrad.planning import Merge, Plan
 from support.replicas import network
 from support.sparse import assume_costs, on_ranks, same_weights, slow_down, train
 
 DECIDED = 40  # rounds after which a small model has its plan, and has compared it
-
-
-@pytest.mark.parametrize(("dtype", "plan"), [(torch.float32, 110), (torch.bfloat16, 55)])
-def test_a_number_of_bytes_is_of_gradients_in_their_own_type(dtype, plan):
-    told = train(2, 0, dtype=dtype, plan=plan, look=lambda s: [g.tensors for g in s.stats().groups])
-    assert [groups for _, groups in told] == [[3, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -117,6 +112,21 @@ def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
         assert (stats.refused is None) == (method == "sparse")
         took = stats.compared_seconds
         assert (took["dense"] < took["plan"]) == (method == "dense")
+
+
+def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypatch):
+    assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
+
+    def use(me):
+        me.train(40)
+        assert me.session.plan is not None
+        assert not me.session.stats().compared_seconds
+        me.train(DECIDED)
+        return me.session.stats().compared_seconds
+
+    warmup = gg.sparsification.Warmup(steps=20, then=0.01)
+    for compared in on_ranks(use, "optimal", density=warmup):
+        assert compared.keys() == {"plan", "dense"}
 
 
 def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):

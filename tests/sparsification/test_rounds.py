@@ -127,27 +127,6 @@ def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
     assert on_ranks(use, make=make, density=1.0) == [[[1.0], [2.0]]] * 2
 
 
-def test_accumulated_gradients_are_those_of_one_batch():
-    def run(parts):
-        def use(me):
-            for step in range(4):
-                me.optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(10 * step + me.rank)
-                batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-                *early, last = batch.chunk(parts)
-                for part in early:
-                    with me.session.no_sync():
-                        (me.model(part).square().sum() / 8).backward()
-                (me.model(last).square().sum() / 8).backward()
-                me.optimizer.step()
-            assert me.session.stats().rounds == 4
-            return me.weights()
-
-        return on_ranks(use, make=lambda: network(dtype=torch.float64))[0]
-
-    torch.testing.assert_close(run(1), run(4))
-
-
 def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
     """By hand, and with all passes inside no_sync(): no optimizer steps with one rank's own."""
 

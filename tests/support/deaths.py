@@ -1,18 +1,16 @@
 """Ranks that die by script, in threads: without a word, as a process that is killed."""
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
 from support.ranks import run_ranks
-from support.replicas import backward, flat, network, sgd
-from support.waiting import until
+from support.replicas import backward, network, sgd
+from support.sessions import Trainer
 
 __all__ = ["QUICK", "Rank", "fall_silent", "run_mortals", "take_for_dead"]
 
@@ -20,48 +18,19 @@ QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=2
 """Half a second for one whose link broke; else long: a busy machine may hold a thread up."""
 
 
-class Rank:
-    """One rank of `run_mortals`: its session, and what it may do.
+class Rank(Trainer):
+    """One rank in its session, that may die; `cut` ends its links."""
 
-    Attributes:
-        session: The session, inside the context.
-        hub: Where its links are.
-    """
-
-    def __init__(self, rank: int, session: gg.GossipSession, hub: Hub, train: Callable[[], None]):
-        self.rank = rank
-        self.session = session
-        self.hub = hub
-        self._train = train
-
-    def train(self, steps: int) -> None:
-        """Makes some steps."""
-        for _ in range(steps):
-            self._train()
-
-    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 60.0) -> None:
-        """Makes steps until a condition holds; fails if it does not in time."""
-
-        def met() -> bool:
-            self._train()
-            time.sleep(0.002)  # ranks of one process share the interpreter
-            return bool(condition())
-
-        until(met, timeout_seconds)
+    cut: Callable[[], object]
 
     def train_without(self, *dead: int) -> None:
         """Makes steps until this rank trains in a generation without some ranks."""
         self.train_until(lambda: not {*dead} & {*self.session.membership.living})
 
-    def mean(self) -> Tensor:
-        """The consensus, flat."""
-        with self.session.consensus():
-            return flat(self.session.replica.model)
-
     def die(self) -> NoReturn:
         """Ends this rank without a word; others hear its links break."""
         fall_silent(self.session)  # a beat behind that would be a sign of life
-        self.hub.remove(self.rank)
+        self.cut()
         raise ScriptedDeathError(f"rank {self.rank} dies by script")
 
 
@@ -92,30 +61,18 @@ def run_mortals(
 ) -> list[Any]:
     """Runs `function(rank)` with a session in a thread a rank; None for those that die."""
     hub = Hub(world_size)
-    settings = {"topology": "matching"} | settings
+    settings = {"topology": "matching", "heartbeats": heartbeats, **settings}
+    settings["transport"] = lambda group: hub.transport(group.rank)
 
     def rank_main(rank: int, group: Group) -> Any:
         model = build(rank)
         optimizer = sgd(list(model.parameters()))
-        steps = 0
-
-        def train() -> None:
-            nonlocal steps
-            gradients(model, rank, steps)
-            optimizer.step()
-            steps += 1
-
         with (
             contextlib.suppress(ScriptedDeathError),
-            gg.gossip(
-                model,
-                optimizer,
-                process_group=group,
-                transport=lambda group: hub.transport(group.rank),
-                heartbeats=heartbeats,
-                **settings,
-            ) as session,
+            gg.gossip(model, optimizer, process_group=group, **settings) as session,
         ):
-            return function(Rank(rank, session, hub, train))
+            me = Rank(group, model, optimizer, session, gradients)
+            me.cut = lambda: hub.remove(rank)
+            return function(me)
 
     return run_ranks(world_size, rank_main)

@@ -5,15 +5,15 @@ on the user's own objects, `consensus()`, `consensus_distance()`, `broadcast_()`
 `load_state_dict()` and `close()`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub
 from support.ranks import run_ranks
-from support.regression import batches
 
 __all__ = [
     "DISTANCES",
@@ -23,6 +23,7 @@ __all__ = [
     "ROUND_STEPS",
     "STEPS",
     "WORLD_SIZE",
+    "batches",
     "on_ranks",
     "train",
 ]
@@ -111,3 +112,12 @@ def train(model, optimizer, rank, *, count=24, after_backward=None, scheduler=No
         if scheduler is not None:
             scheduler.step()
     return loss.item()
+
+
+def batches(rank: int, count: int = 24, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of a small regression task, other ones on each rank, one truth for all."""
+    truth = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(count):
+        x = torch.randn(16, 6, generator=generator)
+        yield x, x @ truth

@@ -14,21 +14,7 @@ from support.deaths import QUICK, Rank
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd
 
-__all__ = ["Run", "RunJoiner", "run_open"]
-
-
-class _Cut:
-    """Cuts the links of a rank that dies."""
-
-    def __init__(self, session: gg.GossipSession) -> None:
-        self._session = session
-
-    def remove(self, rank: int) -> None:
-        self._session._rounds.channel.transport.close()
-
-
-class RunJoiner(Rank):
-    """One that has joined; as a `Rank`, and with its number from the session."""
+__all__ = ["Run", "run_open"]
 
 
 class Run:
@@ -62,7 +48,7 @@ class Run:
 def run_open(
     world_size: int,
     member: Callable[[Rank, Run], Any],
-    newcomer: Callable[[RunJoiner, Run], Any],
+    newcomer: Callable[[Rank, Run], Any],
     *,
     newcomers: int = 1,
     heartbeats: gg.Heartbeats = QUICK,
@@ -83,14 +69,6 @@ def run_open(
         joins = place >= world_size
         model = build(place)
         made = optimizer(list(model.parameters()))
-        steps = 0
-
-        def train() -> None:
-            nonlocal steps
-            gradients(model, place, steps)
-            made.step()
-            steps += 1
-
         if joins:
             assert run.invited[place - world_size].wait(timeout_seconds)
             try:
@@ -111,7 +89,8 @@ def run_open(
                 model, made, process_group=private, heartbeats=heartbeats, **settings
             )
         with contextlib.suppress(ScriptedDeathError), session:
-            me = (RunJoiner if joins else Rank)(session.rank, session, _Cut(session), train)
+            me = Rank(session.group, model, made, session, gradients)
+            me.cut = session._rounds.channel.transport.close
             return (newcomer if joins else member)(me, run)
 
     return run_ranks(world_size + newcomers, main, timeout_seconds)

@@ -1,8 +1,6 @@
 """Ranks that are kept together and have statistics of their own."""
 
 import threading
-import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,12 +10,10 @@ from torch import nn
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import PostLocalConfig
 from gossipgrad.train._evaluate import TestPart
-from gossipgrad.train._result import RunStopped
-from gossipgrad.train.strategies import _stopping
 from support.jobs import job_on
 from support.strategies import start
 
-__all__ = ["STEPS", "evaluated", "parted", "started", "statistics"]
+__all__ = ["STEPS", "evaluated", "started", "statistics", "stopped"]
 
 STEPS = 8
 
@@ -95,44 +91,31 @@ def started(rank: int, store: object, names: tuple[str, ...]) -> dict[str, list[
     return found
 
 
-def parted(
-    rank: int, store: Any, name: str, first: int, world_size: int
-) -> tuple[str, float, bool, list[str], list[float]]:
-    """Rank `first` hears of the stop, the others do not.
+def stopped(rank: int, store: Any, name: str, first: int) -> tuple[int, bool, list[float]]:
+    """Rank `first` gets the signal to stop, the others do not.
 
-    How the training ended, how long after the stop, whether the evaluation is of a consensus, the
-    notes, and the weights. All keep their processes, and with them their ends of the group.
+    How many steps were made, whether the evaluation is of a consensus, and the weights.
     """
-    _stopping._GRACE_SECONDS = 0.0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1), nn.Linear(1, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stop = threading.Event()
     strategy = start(rank, name, model, optimizer, stop)
-    dataset = line_dataset()
+    dataset, world_size = line_dataset(), dist.get_world_size()
     x, y = dataset.train.batch(torch.arange(rank, 40, world_size))
-    ended, start_seconds = "all steps made", 0.0
     for step in range(1, 1000):
-        if step == 3:
-            start_seconds = time.monotonic()
-            if rank == first:
-                stop.set()
-        if rank == first and stop.is_set() and strategy.should_stop(step):
-            ended = "left"
+        if step == 3 and rank == first:
+            stop.set()
+        if strategy.should_stop(step, is_asked=stop.is_set()):
             break
-        try:
-            strategy.begin_step()
-            strategy.backward(nn.functional.cross_entropy(strategy.forward(x), y))
-        except RunStopped as error:
-            ended = str(error)
-            break
+        strategy.begin_step()
+        strategy.backward(nn.functional.cross_entropy(strategy.forward(x), y))
         optimizer.step()
         optimizer.zero_grad()
     evaluation = strategy.evaluate(
         TestPart(job_on(dataset), rank=rank, world_size=world_size), final=True
     )
-    seconds = time.monotonic() - start_seconds
-    store.set(f"parted{rank}", "")
-    store.wait([f"parted{other}" for other in range(world_size)], timedelta(seconds=100))
+    dist.barrier()
+    strategy.close()
     weights = [v for p in model.parameters() for v in p.flatten().tolist()]
-    return ended, seconds, evaluation.is_consensus, strategy.notes, weights
+    return step - 1, evaluation.is_consensus, weights

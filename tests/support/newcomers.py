@@ -11,7 +11,7 @@ from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import TrainConfig, config_of_run
 from gossipgrad.train._invitation import Invitation
-from gossipgrad.train._joiner import RunJoiner
+from gossipgrad.train._join import RunJoiner
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen

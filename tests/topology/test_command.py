@@ -59,8 +59,7 @@ def test_the_image_is_drawn(tmp_path, capsys):
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'gossipgrad\[pl"):
         run(TopologyOptions(world_size=4, image=tmp_path / "mixing.png"))
 
@@ -68,7 +67,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 def test_what_does_not_fit_is_an_error_not_a_trace(tmp_path, capsys):
     assert cli.main(["topology", "--world-size", "12", "--schedule", "hypercube"]) == 2
     assert "power of two, got 12" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="No such file or directory"):
+    with pytest.raises(ValueError, match=r"no folder .*missing"):
         run(TopologyOptions(world_size=4, image=tmp_path / "missing" / "mixing.png"))
     for options in ({"rounds": -1}, {"max_rounds": 0}, {"world_size": 2000, "image": tmp_path}):
         with pytest.raises(ValueError, match=r"-1|max-rounds 0|2000"):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gossipgrad.topology import Schedule, by_name
-from gossipgrad.trace import Trace, merge_traces
+from gossipgrad.trace import Trace, merge_traces, write_report
+from support.html_page import Page
 
 STEPS_PER_EPOCH = 10
 EPOCHS = 3
@@ -77,6 +78,34 @@ def write_run_into() -> WriteRun:
 
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def report() -> Callable[[Path], Page]:
+    """Writes the report of a run and reads it."""
+    return lambda directory: Page(write_report(directory).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def change() -> Callable[..., None]:
+    """Changes values of a JSON object in a file."""
+
+    def change(path: Path, **values: object) -> None:
+        write_json(path, json.loads(path.read_text()) | values)
+
+    return change
+
+
+@pytest.fixture
+def edit_trace() -> Callable[..., None]:
+    """Changes the events of a run's trace; None leaves one out."""
+
+    def edit(directory: Path, change: Callable[[dict], dict | None]) -> None:
+        path = directory / "trace.json"
+        events = map(change, json.loads(path.read_text())["traceEvents"])
+        write_json(path, {"traceEvents": [event for event in events if event is not None]})
+
+    return edit
 
 
 def metrics(rank: int, steps: int) -> list[dict[str, Any]]:

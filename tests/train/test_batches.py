@@ -1,17 +1,15 @@
 """Which samples a rank trains on."""
 
 import json
-import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gossipgrad as gg
 from gossipgrad import data
 from gossipgrad.data import TensorSamples
-from gossipgrad.train import TrainConfig, _batches, run
+from gossipgrad.train import TrainConfig, run
 from gossipgrad.train._batches import RingBatches, ShardBatches, deal, make_batches
 from gossipgrad.train._check import check
 
@@ -104,49 +102,6 @@ def test_what_is_asked_for_is_made(shuffle):
 def test_shards_that_cannot_be_are_refused_before_the_start(options, nproc, message):
     with pytest.raises(ValueError, match=message):
         check(TrainConfig(**options), nproc)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (-1.0, "shuffle_deadline_seconds is -1.0, but must be at least 0"),
-        (math.nan, "shuffle_deadline_seconds is nan, but must be at least 0"),
-        (math.inf, "shuffle_deadline_seconds is inf, but must be finite"),
-    ],
-)
-def test_deadlines_that_cannot_be_are_refused(value, message):
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(shuffle="ring", shuffle_deadline_seconds=value)
-
-
-@pytest.mark.parametrize("options", [{}, {"shuffle_deadline_seconds": 0.25}])
-def test_the_deadline_of_the_ring_is_the_one_that_was_set(options, monkeypatch):
-    made = {}
-
-    def shuffle(*tensors, **settings):
-        made.update(settings)
-        return gg.RingShuffle(*tensors, **settings)
-
-    monkeypatch.setattr(_batches, "RingShuffle", shuffle)
-    config = TrainConfig(shuffle="ring", **options)
-    make_batches(config, data.load("digits").train, rank=0, world_size=1).close()
-    assert made["deadline_seconds"] == (0.25 if options else 5.0)
-
-
-@pytest.mark.parametrize("shuffle", ["global", "local"])
-def test_a_deadline_without_effect_is_named(shuffle):
-    with pytest.warns(
-        UserWarning, match=f"shuffle_deadline_seconds=2.0 is not used: shuffle is {shuffle}"
-    ):
-        TrainConfig(shuffle=shuffle, shuffle_deadline_seconds=2.0).warn_of_unused()
-    TrainConfig(shuffle="ring", shuffle_deadline_seconds=2.0).warn_of_unused()
-
-
-def test_shards_without_effect_are_named():
-    with pytest.warns(UserWarning, match="shards=by-label is not used: shuffle is global"):
-        TrainConfig(shards="by-label").warn_of_unused()
-    with pytest.warns(UserWarning, match="data_threads=2 is not used: shuffle is ring"):
-        TrainConfig(shuffle="ring", data_threads=2).warn_of_unused()
 
 
 @pytest.mark.process

@@ -10,7 +10,6 @@ from gossipgrad.train._checkpoints import Checkpoints, LoopState
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train.strategies._local import Local
 from support.ranks import run_ranks
-from support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +69,8 @@ class Rank:
         for steps in numbers:
             self.saves.after_step(steps, lambda steps=steps: self.place(steps))
 
-    def end(self, steps, *, together=True):
-        why = self.saves.end(steps, self.place(steps), together=together)
+    def end(self, steps):
+        why = self.saves.end(steps, self.place(steps))
         self.saves.close()
         return why
 
@@ -104,31 +103,6 @@ def test_labels_meet_again_after_ranks_were_stopped_after_unequal_steps(tmp_path
     assert weights(tmp_path, 12) == [12, 12]
 
 
-def test_the_last_one_is_saved_again_where_a_rank_could_not(tmp_path):
-    in_the_way = tmp_path / "checkpoints" / "step-000000008" / "rank-0001"
-
-    def main(rank, group):
-        one = Rank(tmp_path, rank, group, every=4)
-        one.saves.begin(None)
-        one.steps(range(1, 8))
-        if rank == 1:
-            in_the_way.parent.mkdir(parents=True, exist_ok=True)
-            in_the_way.touch()
-        one.steps([8])
-        if rank == 1:
-            # Told as steps go on, not with the next checkpoint.
-            until(lambda: one.steps([8]) or one.events, timeout_seconds=50)
-            in_the_way.unlink()
-        return one.end(8), [event["text"] for event in one.events]
-
-    (first, nothing), (second, told) = run_ranks(2, main)
-    assert first is second is None
-    assert nothing == []
-    assert [text[:40] for text in told] == ["rank 1: a checkpoint could not be saved "]
-    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 9]
-    assert weights(tmp_path, 9) == [8, 8]
-
-
 def test_the_last_one_is_not_saved_again_where_all_have_it(tmp_path):
     def main(rank, group):
         one = Rank(tmp_path, rank, group, every=4)
@@ -138,20 +112,3 @@ def test_the_last_one_is_not_saved_again_where_all_have_it(tmp_path):
 
     assert run_ranks(2, main) == [None, None]
     assert checkpoint.steps(tmp_path / "checkpoints") == [4, 8]
-
-
-def test_ranks_that_do_not_come_together_each_save_their_own(tmp_path):
-    def main(rank, group):
-        one = Rank(tmp_path, rank, group, every=4)
-        one.saves.begin(None)
-        one.steps(range(1, 7))
-        if rank == 1:
-            return one.end(6, together=False)
-        group.close()  # as when one has been lost
-        return one.end(6)
-
-    first, second = run_ranks(2, main)
-    assert first.startswith("collectives are over: ")
-    assert second.startswith("the ranks did not come together for it; ")
-    assert second.endswith("each rank that is left has saved its own, this one step 6")
-    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 6]

@@ -1,7 +1,5 @@
 """Where ranks train; the GPU is faked but for the tests marked so."""
 
-import threading
-
 import pytest
 import torch
 
@@ -10,9 +8,7 @@ from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
 from gossipgrad.train._device import check_device, find_device
 from gossipgrad.train._evaluate import TestPart
-from gossipgrad.train._layout import claim
-from gossipgrad.train._rank import train_rank
-from gossipgrad.train._tasks import load_job
+from support.alone import begin_alone, train_alone
 from support.jobs import job_on
 
 TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8"}
@@ -69,35 +65,13 @@ def test_a_gpu_that_is_not_used_is_told_once(gpus, capsys):
     assert capsys.readouterr().err == ""
 
 
-def train_alone(tmp_path, **options):
-    run_dir = claim(tmp_path / "run", name="", overwrite=True)
-    config = TrainConfig(strategy="local", epochs=1, **options).resolved(nproc=1, out=run_dir.path)
-    config.write(run_dir.config, {})
-    return train_rank(
-        config,
-        load_job(config),
-        run_dir,
-        rank=0,
-        world_size=1,
-        stop=threading.Event(),
-        emit=lambda event: None,
-    )
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 def test_threads_are_those_asked_for(tmp_path):
-    train_alone(tmp_path, threads=2, batch_size=500)
-    assert torch.get_num_threads() == 2
+    threads = []
+    config, run_dir = begin_alone(tmp_path, epochs=1, threads=2, batch_size=500)
+    train_alone(config, run_dir, emit=lambda event: threads.append(torch.get_num_threads()))
+    assert {*threads} == {2}
 
 
-@pytest.mark.usefixtures("threads")
 def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
     """The meta device stands for one that is not the CPU: a tensor left behind is refused."""
     seen = []
@@ -111,7 +85,7 @@ def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(models.MLP, "forward", forward)
     with pytest.raises(InterruptedError):
-        train_alone(tmp_path)
+        train_alone(*begin_alone(tmp_path))
     test = TestPart(job_on(data.load("digits")), rank=0, world_size=1, device=torch.device("meta"))
     with pytest.raises(InterruptedError):
         test.accuracy(models.MLP(64, 10).to("meta"))
@@ -119,7 +93,6 @@ def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("threads")
 def test_learns_on_a_gpu(tmp_path):
-    result = train_alone(tmp_path, device="cuda")
+    result = train_alone(*begin_alone(tmp_path, epochs=1, device="cuda"))
     assert result.accuracy > 0.8

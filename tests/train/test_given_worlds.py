@@ -71,7 +71,6 @@ def holds(summary: dict, victim: int, *, steps: int, frozen: bool) -> None:
     assert summary["losses"][str(victim)]["generation"] == (not frozen)
     if frozen:  # nobody is given up any more
         assert LOST_STORE in summary["lost_because"][str(victim)]
-        assert [loss["until_seconds"] for loss in summary["store_losses"]] == [None]
 
 
 @pytest.mark.slow
@@ -82,7 +81,6 @@ def test_torchrun_with_an_agent_a_worker_goes_on_without_a_killed_worker(tmp_pat
     command = command.replace("head:29500", f"127.0.0.1:{store.port}")
     summary = train_under_agents(command, tmp_path, nodes=3, victim=1)
     holds(summary, 1, steps=120, frozen=False)
-    assert summary["store_losses"] == []
 
 
 @pytest.mark.slow
@@ -120,8 +118,7 @@ def test_a_world_of_slurm_goes_on_without_a_killed_rank(tmp_path, victim):
     assert answers[living[1]][1] is None, "it is put together once, by the lowest"
     summary = answers[living[0]][1]
     holds(summary, victim, steps=120, frozen=victim == 0)
-    assert len(summary["store_losses"]) == (victim == 0)
-    told = [answers[rank][2].count(LOST_STORE) for rank in living]
+    told = [answers[rank][2].count("the membership stays as it is") for rank in living]
     assert told == [victim == 0] * 2, "each says it once"
 
 

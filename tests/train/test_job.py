@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gossipgrad.data import ShardedSampler
 from gossipgrad.train import Job, JobError
+from gossipgrad.train._resume import reopen
+from support.alone import begin_alone, train_alone
 from support.launched import count
 from support.waiting import until
 
@@ -182,3 +186,48 @@ def test_samples_that_are_no_pairs_are_refused():
     job = Job(**_good() | {"train": [torch.zeros(3)] * 4})
     with pytest.raises(JobError, match=r"^Job\.train "):
         job.try_out(2, torch.device("cpu"))
+
+
+def _loaded() -> Job:
+    torch.manual_seed(0)
+    x = torch.randn(120, 3)
+    points = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_loader(rank: int, world_size: int) -> DataLoader:
+        sampler = ShardedSampler(len(points), rank=rank, world_size=world_size, seed=1)
+        return DataLoader(points, batch_size=10, sampler=sampler)
+
+    good = _good() | {"model": nn.Linear(3, 2), "test": points}
+    return Job(
+        **{name: good[name] for name in ("model", "test", "loss")}, train_loader=train_loader
+    )
+
+
+def test_a_job_with_its_own_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
+    options = {"epochs": 3, "trace": 0, "lr": 0.1}
+    whole = train_alone(*begin_alone(tmp_path / "whole", **options), job=_loaded())
+    assert (whole.steps, whole.samples) == (36, 360)
+    assert whole.accuracy > 0.8
+    config, run_dir = begin_alone(
+        tmp_path / "cut", checkpoint_every=5, keep_checkpoints=9, **options
+    )
+    train_alone(config, run_dir, job=_loaded())
+    config, run_dir = reopen(replace(config, resume=run_dir.path, resume_step=20))
+    resumed = train_alone(config.resolved(nproc=1, out=run_dir.path), run_dir, job=_loaded())
+    assert (resumed.steps, resumed.samples) == (36, 360)
+    models = [
+        load_file(tmp_path / name / "partial" / "model-rank0.safetensors")
+        for name in ("whole", "cut")
+    ]
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+
+
+def test_samples_come_from_a_dataset_or_a_loader():
+    with pytest.raises(JobError, match=r"^Job\.train or Job\.train_loader must be given"):
+        Job(**_good() | {"train": None})
+    with pytest.raises(JobError, match="and not both"):
+        Job(**_good(), train_loader=lambda rank, world_size: [])
+    with pytest.raises(JobError, match=r"^Job\.train_loader .* must return a DataLoader"):
+        Job(**_good() | {"train": None}, train_loader=lambda *_: iter([])).try_out(
+            1, torch.device("cpu")
+        )

@@ -1,6 +1,6 @@
 import pytest
 
-from support.lockstep_rank import STEPS, evaluated, parted, started, statistics
+from support.lockstep_rank import STEPS, evaluated, started, statistics, stopped
 from support.processes import one_by_one, run_processes
 
 
@@ -23,15 +23,11 @@ def test_each_rank_trains_with_statistics_of_its_own_samples_and_exports_their_m
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "first", "world_size"), [("allreduce", 0, 5), ("agd", 1, 2)])
-def test_a_rank_that_leaves_is_not_awaited_though_it_lives_on(name, first, world_size):
-    """Nor one that is gone because another is: not all are connected to the first."""
-    found = run_processes(world_size, parted, name, first, world_size)
-    assert [ended for ended, *_ in found] == [
-        "left" if rank == first else "the run was told to stop" for rank in range(world_size)
-    ]
-    for _, seconds, is_consensus, notes, weights in found:
-        assert seconds < 30, "else it is Gloo that gives up, after half an hour"
-        assert weights == pytest.approx(found[0][-1], abs=0.1)
-        assert not is_consensus
-        assert "its statistics of BatchNorm those of its own samples" in notes[0]
+def test_all_stop_before_the_same_step_though_one_alone_has_the_signal():
+    names = {"allreduce": 2, "agd": 0, "every-log-p": 1}
+    calls = [(stopped, name, first) for name, first in names.items()]
+    for first, *others in zip(*run_processes(3, one_by_one, *calls), strict=True):
+        steps, is_consensus, _ = first
+        assert 2 <= steps <= 10
+        assert is_consensus
+        assert all(one == first for one in others)

@@ -4,18 +4,13 @@ import errno
 import io
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import claim
 from gossipgrad.train._loggers import Loggers
 from gossipgrad.train._metrics import Metrics
-from gossipgrad.train._rank import train_rank
-from gossipgrad.train._tasks import load_job
+from support.alone import begin_alone, train_alone
 
 FULL = "[Errno 28] No space left on device"
 
@@ -148,20 +143,10 @@ def test_the_end_of_a_file_that_a_broken_machine_has_lost_is_cut_off_to_whole_li
 
 
 def test_a_rank_comes_to_its_end_on_a_full_disk(disk, tmp_path):
-    threads, disk.room_bytes = torch.get_num_threads(), 0
-    run_dir = claim(tmp_path / "run", name="", overwrite=True)
-    config = TrainConfig(strategy="local", epochs=1, batch_size=100, trace=0)
+    disk.room_bytes = 0
+    config, run_dir = begin_alone(tmp_path / "run", epochs=1, batch_size=100, trace=0)
     with pytest.warns(UserWarning, match="training goes on, and so do they as soon as there is"):
-        result = train_rank(
-            config.resolved(nproc=1, out=run_dir.path),
-            load_job(config),
-            run_dir,
-            rank=0,
-            world_size=1,
-            stop=threading.Event(),
-            emit=lambda event: None,
-        )
-    torch.set_num_threads(threads)
+        result = train_alone(config, run_dir)
     assert result.steps == 15
     assert run_dir.metrics(0).read_text() == ""
     assert run_dir.rank_model(0).exists()

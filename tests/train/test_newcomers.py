@@ -2,24 +2,16 @@
 
 import json
 import threading
-from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import gossipgrad as gg
 from gossipgrad import checkpoint
 from gossipgrad.engine._members import Members
 from gossipgrad.train import GossipConfig
-from gossipgrad.train._joiner import _ASK_SECONDS, RunJoiner
-from gossipgrad.train._layout import claim
-from gossipgrad.train._loop import Loop
 from gossipgrad.train.strategies._gossip_run import Gossip
 from support.launched import count
-from support.newcomers import SAMPLES, Dead, Gated, Run, Slow
-from support.waiting import until
+from support.newcomers import SAMPLES, Gated, Run, Slow
 
 
 @pytest.fixture
@@ -27,23 +19,6 @@ def make(tmp_path):
     threads = torch.get_num_threads()
     yield lambda **options: Run(tmp_path, **options)
     torch.set_num_threads(threads)
-
-
-def test_where_one_began_counts_what_the_run_had_done_before_it_was_resumed(tmp_path, monkeypatch):
-    run_dir = claim(tmp_path / "run", name="", overwrite=True)
-
-    class Joined(gg.GossipSession):
-        rank, position = 3, 7
-        membership = SimpleNamespace(joined={3: SimpleNamespace(donor=1)})
-        group = SimpleNamespace(store=dist.HashStore())
-
-        def __init__(self):
-            self.joined_with = {"strategy": {"ahead": 40}}
-
-    monkeypatch.setattr(gg, "join", lambda *_, **__: Joined())
-    with closing(RunJoiner("", run_dir, stop=threading.Event(), emit=lambda _: None)) as newcomer:
-        newcomer.enter(torch.nn.Linear(1, 1), [], {})
-    assert json.loads(run_dir.rank_joined(3).read_text()) == {"step": 47}
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint of step")
@@ -63,45 +38,12 @@ def test_a_run_that_had_grown_is_resumed_from_the_consensus_of_all_and_grows_aga
     assert all(one.is_consensus for one in results.values())
     for one in (results[0], results[1]):
         assert one.steps > before[0].steps
-        assert any("was saved by ranks 0, 1, 2, and ranks 0, 1 went on" in n for n in one.notes)
+        assert any("was saved by 3 ranks, and 2 went on" in n for n in one.notes)
     assert begun > results[rank].steps
     assert begun + results[rank].steps == rows(resumed.run_dir, rank)[-1]["step"]
     assert checkpoint.steps(run.run_dir.checkpoints)[-1] > step
     former = run.run_dir.path / "former" / run.run_dir.metrics(rank).name
     assert former.exists(), "of the one that was not resumed"
-
-
-def test_a_joiner_whose_donor_is_killed_may_try_again(make, sessions, monkeypatch):
-    carried, killed = Loop.carried, []
-
-    def dies(self):
-        """As a process that is killed: its links break, and it shows no sign of life."""
-        if not killed:
-            killed.append(self.strategy.session.rank)
-            kill(self.strategy.session)
-            raise Dead
-        return carried(self)
-
-    monkeypatch.setattr(Loop, "carried", dies)
-    run = make(options={"gossip": GossipConfig(topology="matching")}, lost_after_seconds=1.0)
-    with pytest.raises(gg.GossipError, match="try again"):
-        run.join()
-    run.results.clear()
-    rank, _ = run.join()
-    run.stop.set()
-    results = run.end()
-    (dead,) = killed
-    assert {*results} == {0, 1, rank} - {dead}
-    for one in results.values():
-        assert one.is_consensus
-        assert [*one.lost] == [str(dead)]
-        assert one.joined[str(rank)]["from_rank"] == 1 - dead
-
-
-def kill(session):
-    session._rounds.channel.transport.close()
-    session.group.abandon()
-    session._members.watch.stop()
 
 
 def options(mode):
@@ -234,74 +176,3 @@ def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, session
     assert rows(run.run_dir, rank)[0]["epoch"] == epoch + 1
     assert {*results} == {0, rank}
     assert all(one.is_consensus and one.notes == () for one in results.values())
-
-
-@pytest.fixture
-def stopped_before(monkeypatch):
-    """Has newcomers wait for the word to stop before their first batch; set as one waits."""
-    waiting, make_loop_state = threading.Event(), RunJoiner.make_loop_state
-
-    def late(self, *args):
-        place = make_loop_state(self, *args)
-        waiting.set()
-        assert self._stop.wait(60)
-        return place
-
-    monkeypatch.setattr(RunJoiner, "make_loop_state", late)
-    return waiting
-
-
-@pytest.mark.slow
-def test_who_joins_and_is_stopped_before_its_first_batch_has_the_consensus(
-    make, stopped_before, sessions, monkeypatch
-):
-    in_batch = threading.Event()
-
-    def awaits_others():
-        if (session := sessions.get(2)) is None:
-            return False
-        group = session.group
-        return group.store.check([f"{group._name}/generation/{group.generation}/here/2"])
-
-    class Last(Slow):
-        """Rank 1 has another batch only when the newcomer waits for it at the last evaluation."""
-
-        def batch(self, indices, *, augment=None):
-            if threading.current_thread().name == "rank 1" and stopped_before.is_set():
-                in_batch.set()
-                until(awaits_others, timeout_seconds=60)
-                self.should_hurry.wait(3 * _ASK_SECONDS)
-            return super().batch(indices, augment=augment)
-
-    monkeypatch.setattr(Slow, "pause_seconds", 0.1)
-    run = make(train=Last, batch_size=1, **options("stale"))
-    run.begin_to_join()
-    run.wait(in_batch.is_set)
-    run.stop.set()
-    results = run.end()
-    assert {*results} == {0, 1, 2}
-    assert all(one.is_consensus and one.notes == () for one in results.values())
-    assert len({one.accuracy for one in results.values()}) == 1
-    assert results[2].steps == 0
-    assert results[2].stopped
-
-
-@pytest.mark.slow
-def test_who_joins_and_is_stopped_after_an_evaluation_that_it_missed_has_the_last(
-    stopped_before, held, monkeypatch
-):
-    run, rank, _ = held
-    came, evaluate = [], Gossip.evaluate
-
-    def noted(self, *args, **options):
-        came.append(self.session.rank)
-        return evaluate(self, *args, **options)
-
-    monkeypatch.setattr(Gossip, "evaluate", noted)
-    run.stop.set()
-    run.dataset.test.gate.open.set()
-    results = run.end()
-    assert {*results} == {0, 1, 2}
-    assert all(one.is_consensus and one.notes == () for one in results.values())
-    assert len({one.accuracy for one in results.values()}) == 1
-    assert came.count(rank) == 1, "there is nothing that it could train on with"

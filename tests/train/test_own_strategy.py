@@ -1,7 +1,6 @@
 """A strategy of one's own: one class and one line of the registry are all that it takes."""
 
 import dataclasses
-import threading
 import warnings
 
 import pytest
@@ -12,11 +11,10 @@ from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._check import check
 from gossipgrad.train._layout import claim
-from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
-from gossipgrad.train._tasks import load_job
 from gossipgrad.train.strategies import Strategy
 from gossipgrad.train.strategies._local import Local
+from support.alone import train_alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,28 +76,18 @@ def registered(monkeypatch):
 @pytest.fixture
 def train(tmp_path):
     """Trains one rank as a command line says, in this process, or resumes it."""
-    threads = torch.get_num_threads()
 
     def train(*arguments, resumes=False):
         if resumes:
-            chosen, run_dir = reopen(parse(["--resume", str(tmp_path / "run"), *arguments]))
+            config, run_dir = reopen(parse(["--resume", str(tmp_path / "run"), *arguments]))
         else:
             run_dir = claim(tmp_path / "run", name="", overwrite=True)
-            chosen = parse(["--strategy", "toy", "--checkpoint-every", "10", *arguments]).named()
-        chosen = chosen.resolved(nproc=1, out=run_dir.path)
-        chosen.write(run_dir.config, {})
-        return train_rank(
-            chosen,
-            load_job(chosen),
-            run_dir,
-            rank=0,
-            world_size=1,
-            stop=threading.Event(),
-            emit=lambda event: None,
-        )
+            config = parse(["--strategy", "toy", "--checkpoint-every", "10", *arguments]).named()
+        config = config.resolved(nproc=1, out=run_dir.path)
+        config.write(run_dir.config, {})
+        return train_alone(config, run_dir)
 
-    yield train
-    torch.set_num_threads(threads)
+    return train
 
 
 def test_options_of_one_name_stand_side_by_side(capsys):

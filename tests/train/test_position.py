@@ -1,10 +1,8 @@
 """Where a run is, when ranks come and go and when they do not."""
 
-import numpy as np
 import pytest
 from torch import nn
 
-from gossipgrad.train._batches import ShardBatches
 from gossipgrad.train._learning_rate import LearningRate
 from gossipgrad.train._loop import RunPosition
 from gossipgrad.train.strategies._local import Local
@@ -66,34 +64,12 @@ def test_in_a_disturbed_epoch_it_is_the_share_that_is_done_and_the_next_goes_on_
     assert run.times(1) == dict.fromkeys(range(60), 1)
 
 
-def test_an_undisturbed_epoch_after_a_disturbed_one_counts_from_its_beginning():
-    run = Run(60, 2)
-    position = RunPosition(Steps(), run.ranks[0].batches)
-    run.change(0, 1, 2)  # one joins, and leaves
-    run.in_turn(2, epoch=0, steps=4)
-    go_through(position, run.ranks[0], 0, 0, between=lambda: run.ranks[1].step(0))
-    made = sum(map(len, run.ranks[0].trained.values()))
-    assert made < 15
-    run.ranks[2].leave()
-    run.change(0, 1)
-    assert position.at(made) == 15
-    assert go_through(position, run.ranks[0], 1, made) == [*range(16, 31)]
-
-
 def test_a_resumed_run_goes_on_from_its_place():
     run = Run(60, 2)
     position = RunPosition(Steps(), run.ranks[0].batches, {"steps": 40, "position": 15})
     assert position.at(40) == 15
     assert go_through(position, run.ranks[0], 1, 40) == [*range(16, 31)]
     assert RunPosition(Steps(), run.ranks[0].batches, {"steps": 40}).at(40) == 40
-
-
-def test_other_batches_count_steps():
-    samples = Run(6, 1).samples
-    shard = ShardBatches(samples=samples, shard=np.arange(6), batch_size=2, rank=0, seed=0)
-    position = RunPosition(Steps(), shard)
-    assert position.at(7) == 7
-    assert position.batch(3, 2) == 2
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (0, 1, 2, 3)])

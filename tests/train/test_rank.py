@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ from safetensors.torch import load_file
 
 from gossipgrad import data, models
 from gossipgrad.errors import GossipError
-from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import RunDir, claim
-from gossipgrad.train._rank import train_rank
-from support.jobs import job_of
+from gossipgrad.train._layout import RunDir
+from support.alone import begin_alone, train_alone
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +19,15 @@ def digits():
 
 
 @pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def train(digits, tmp_path, one_thread):
+def train(digits, tmp_path):
     """Train one rank alone, in this process."""
 
-    def train_alone(
-        *, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options
-    ):
-        run_dir = claim(tmp_path / name, name="", overwrite=True)
-        config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
-        config.write(run_dir.config, {})
-        result = train_rank(
-            config,
-            job_of(config, dataset),
-            run_dir,
-            rank=rank,
-            world_size=rank + 1,
-            stop=stop or threading.Event(),
-            emit=emit,
-        )
-        return result, run_dir
+    def train(*, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options):
+        config, run_dir = begin_alone(tmp_path / name, **options)
+        how = {"dataset": dataset, "rank": rank, "stop": stop, "emit": emit}
+        return train_alone(config, run_dir, **how), run_dir
 
-    return train_alone
+    return train
 
 
 def test_learns_digits_and_leaves_the_model_it_measured(train, digits):
@@ -153,34 +131,6 @@ def test_no_trace_when_none_is_asked_for(train):
 def test_loss_that_is_not_finite_ends_the_run(train):
     with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
         train(epochs=2, lr=1e20)
-
-
-class SlowTest:
-    """A test part that takes for ever: before each batch, a file was last written in 1970."""
-
-    def __init__(self, samples, path):
-        self.samples, self.path, self.ages = samples, path, []
-        self.labels = samples.labels
-
-    def __len__(self):
-        return 2500
-
-    def batch(self, indices, *, augment=None):
-        if len(indices) > 1:  # not the look at the first sample
-            self.ages.append(self.path.stat().st_mtime)
-            os.utime(self.path, (0, 0))
-        return self.samples.batch(indices % len(self.samples))
-
-
-def test_a_rank_that_evaluates_for_long_shows_that_it_lives(train, digits, tmp_path):
-    """Those who put a run together await a rank for as long as it writes its metrics."""
-    slow = SlowTest(digits.test, tmp_path / "run" / "metrics-rank0.jsonl")
-    train(
-        epochs=1,
-        dataset=replace(digits, test=slow, info=replace(digits.info, test_samples=len(slow))),
-    )
-    assert len(slow.ages) >= 3
-    assert all(slow.ages)
 
 
 def test_the_space_of_the_model_is_taken_at_the_start(train, tmp_path):

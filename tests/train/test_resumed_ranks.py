@@ -8,9 +8,9 @@ import torch
 
 from gossipgrad import checkpoint, data, models
 from gossipgrad.train import GossipConfig, PostLocalConfig, config_of_run
+from gossipgrad.train._checkpoints import begin_from_consensus
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._optimizers import make_optimizers
-from gossipgrad.train._other_ranks import start_from_consensus
 from support.processes import run_processes
 from support.resumed_ranks import Act, play
 from support.resumed_runs import assert_same_runs, state_of
@@ -40,15 +40,14 @@ ACTS = [
     Act(name="overlap", options={"lr_rule": "linear"}),
     Act(name="overlap-stopped", options={"lr_rule": "linear"}, stops=(3, 0, 1)),
     Act(name="overlap-on", resumes="overlap-stopped"),
-    Act(name="every-log-p-stopped", options=EXACT["every-log-p"], stops=(1, 3, 0)),
+    Act(name="every-log-p-stopped", options=EXACT["every-log-p"], stops=(5, 6, 2)),
     Act(name="every-log-p-on", resumes="every-log-p-stopped"),
     Act(name="post-local-stopped", options=EXACT["post-local"], stops=(4, 3, 4)),
     Act(name="post-local-on", resumes="post-local-stopped"),
     Act(name="overlap-over", resumes="overlap"),
-    Act(name="two", resumes="overlap", options={"resume_step": 3}, world_size=2, members=(0, 1)),
-    Act(name="lost", resumes="overlap", options={"resume_step": 3}, members=(0, 2)),
+    Act(name="two", resumes="overlap", options={"resume_step": 3}, world_size=2),
     Act(name="local", options={"strategy": "local"}),
-    Act(name="local-two", resumes="local", world_size=2, members=(0, 1)),
+    Act(name="local-two", resumes="local", world_size=2),
     Act(name="stale", options={"options": {"gossip": STALE}, "checkpoint_every": 4}),
     Act(
         name="stale-again",
@@ -98,7 +97,7 @@ def test_a_run_that_was_cut_short_comes_to_what_it_would_have_bit_for_bit(played
 def test_ranks_that_are_told_one_by_one_stop_after_as_many_steps(played, name):
     results = [one["result"] for one in came_to(played, f"{name}-stopped")]
     (steps,) = {result["steps"] for result in results}
-    assert 3 <= steps <= 8
+    assert 0 < steps <= 8
     assert all(result["stopped"] == (steps < 8) for result in results)
     assert checkpoint.steps(played[0] / f"{name}-stopped" / "checkpoints")[-1] == steps
 
@@ -125,31 +124,20 @@ def test_others_begin_with_the_mean_of_the_saved_replicas(played):
         nproc=2, out=path
     )
     model = models.build("mlp", data.load("digits").info)
-    with pytest.warns(UserWarning, match="by ranks 0, 1, 2, and ranks 0, 1 went on from their con"):
-        place, _, former = start_from_consensus(
+    with pytest.warns(UserWarning, match="by 3 ranks, and 2 went on from their consensus"):
+        begun, _ = begin_from_consensus(
             config,
             RunDir(path),
-            range(RANKS),
             model,
             make_optimizers(config, model),
             rank=0,
-            members=(0, 1),
+            world_size=2,
             epoch_batches=12,
         )
-    assert (place.epoch, place.batch, place.metrics["steps"]) == (0, 4, 4)
-    assert [one["ahead"] for one in former] == [0] * RANKS
+    assert (begun.epoch, begun.batch, begun.metrics["steps"]) == (0, 4, 4)
     for name, mean in checkpoint.consensus(path / "checkpoints", step=3).items():
         assert torch.equal(model.state_dict()[name], mean)
-
-
-def test_a_rank_that_is_lost_before_the_first_step_is_told_and_the_others_take_the_mean(played):
-    for one in came_to(played, "lost"):
-        assert any(
-            "saved by ranks 0, 1, 2, and ranks 0, 2 went on from their consensus" in note
-            for note in one["result"]["notes"]
-        )
-    newest = checkpoint.manifest(played[0] / "lost" / "checkpoints", rank=2)
-    assert newest.members == (0, 2)
+    assert checkpoint.manifest(played[0] / "two" / "checkpoints", rank=1).members == (0, 1)
 
 
 def test_replicas_that_never_met_are_not_made_one(played):

@@ -1,8 +1,6 @@
 """Ranks that wait for partners stop in the same round, however unequally they are told."""
 
 import random
-import threading
-from concurrent.futures import Future
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +25,6 @@ class Rank:
             lambda: self.round,
             lambda here: first_beyond(schedule, everyone, here),
         )
-        self.accord._connected.result(60.0)
 
     @property
     def round(self):
@@ -100,21 +97,3 @@ def test_who_does_not_hear_of_the_others_in_time_stops_alone(monkeypatch):
     monkeypatch.setattr(_stopping, "_GRACE_SECONDS", -1.0)
     assert one.accord.should_stop()
     assert store.get("gossipgrad/stop/0") == b"0"
-
-
-def test_who_is_not_connected_to_the_store_yet_trains_on_for_a_while(monkeypatch):
-    one = Rank(0, dist.HashStore(), dissemination(2), 1)
-    one.accord._connected = Future()
-    assert not one.accord.should_stop()
-    monkeypatch.setattr(_stopping, "_CONNECT_SECONDS", -1.0)
-    assert one.accord.should_stop()
-
-
-def test_who_comes_as_the_run_ends_does_not_wait_for_a_store_that_is_gone():
-    one = Rank(0, dist.HashStore(), dissemination(2), 1)
-    one.accord._connected = Future()
-    over = threading.Event()
-    one.accord._alone = over.is_set
-    assert not one.accord.should_stop()
-    over.set()
-    assert one.accord.should_stop()

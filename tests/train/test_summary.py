@@ -1,12 +1,13 @@
-import re
 import signal
+from dataclasses import asdict
 
 import pytest
 
+from gossipgrad.data import ElasticStats
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._result import RankResult
-from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._summary import compose
+from gossipgrad.train.strategies import ring_bytes
 from support.results import result
 
 
@@ -84,22 +85,18 @@ def test_tells_when_a_rank_was_lost_by_the_membership_or_who_saw_it_go():
     }
 
 
-def test_tells_once_since_when_the_store_was_lost():
-    why = "the rendezvous store is lost (connection reset)"
-    early = {"since_seconds": 1e9, "until_seconds": None, "why": why}
-    back = {"since_seconds": 2e9, "until_seconds": 2e9 + 5, "why": why}
-    late = {**early, "since_seconds": 1e9 + 1}
-    summary = composed(
-        [result(0, notes=()), result(1, store_losses=[late]), result(2, store_losses=[early, back])]
-    )
-    assert summary["store_losses"] == [early, back]
-    once, again, other, _ = summary["notes"]
-    assert re.fullmatch(
-        re.escape(why) + r", at ..:..:..: nobody can be given up from then on", once
-    )
-    assert re.search(r"at (..:..:..); until it answered again, at ..:..:.., nobody could be", again)
-    assert other == "rank 1: note 1"
-    assert composed([result(0)])["store_losses"] == []
+def test_tells_in_one_line_what_became_of_samples_where_ranks_came_or_went():
+    def shares(**figures):
+        return asdict(ElasticStats(**figures))
+
+    ranks = [
+        result(0, notes=(), shares=shares(samples_used_twice_at_most=5, samples_left=3)),
+        result(1, notes=(), shares=shares(samples_used_twice_at_most=7, samples_untold=4)),
+    ]
+    assert composed(ranks)["notes"] == []
+    (note,) = composed([*ranks, result(2, notes=(), shares=shares(disturbed_epochs=1))])["notes"]
+    assert "12 at most were used twice, 3 of the last epoch by nobody, and of 4 it is not" in note
+    assert composed([result(0)])["shares"] is None
 
 
 def test_interrupted_only_if_a_rank_stopped_before_its_end():

@@ -3,14 +3,14 @@
 from ._consensus import consensus as consensus
 from ._consensus import export_safetensors as export_safetensors
 from ._files import FileEntry as FileEntry
+from ._layout import Manifest as Manifest
 from ._layout import latest as latest
 from ._layout import manifest as manifest
 from ._layout import members as members
 from ._layout import steps as steps
 from ._load import load as load
-from ._manifest import Manifest as Manifest
-from ._removing import remove_all as remove_all
-from ._removing import rewind as rewind
+from ._save import remove_all as remove_all
+from ._save import rewind as rewind
 from ._save import save as save
 from ._saver import Saver as Saver
 from ._saver import SaverStats as SaverStats

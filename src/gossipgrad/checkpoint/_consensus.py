@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ._files import sync_folder, tensor_chunks, write_file
-from ._layout import folder_of, manifest, whole_of
+from ._layout import Manifest, folder_of, manifest, whole_of
 from ._load import read_state
-from ._manifest import Manifest
 from ._tree import DTYPE_NAMES
 
 # Behind the key of the weights: the names that the model's own `state_dict()` has for them.

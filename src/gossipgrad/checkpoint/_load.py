@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ._files import check_file, open_tensors, read_plain
-from ._layout import folder_of, manifest, steps
-from ._manifest import TENSORS, TREE, Manifest
+from ._layout import TENSORS, TREE, Manifest, folder_of, manifest, steps
 from ._tree import decode
 
 

@@ -1,17 +1,30 @@
-"""Saves what a rank has; the manifest, renamed last, is the commit."""
+"""Saves what a rank has; the manifest, renamed last, is the commit. Removes what is not kept."""
 
 import contextlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from ._files import sync_folder, tensor_chunks, write_file
-from ._layout import folder_of
-from ._manifest import MANIFEST, PARTIAL, TENSORS, TREE, Manifest, impossible_rank
-from ._removing import clean, make_way, prune, refuse_foreign, remove_part
+from ._layout import (
+    MANIFEST,
+    OWN_FILES,
+    PARTIAL,
+    TENSORS,
+    TREE,
+    Manifest,
+    folder_of,
+    impossible_rank,
+    own_folders,
+    own_steps,
+    rank_folders,
+    read_manifest,
+    step_folders,
+    steps,
+)
 from ._tree import Encoded, encode
 
 
@@ -93,8 +106,6 @@ class Written:
     """What became of a save."""
 
     folder: Path
-    waiting: list[int]
-    """Own steps that cannot be removed, for other ranks have not committed them or a newer one."""
     left: list[str]
     """What went wrong beside the commit: mostly files that could not be removed."""
     size_bytes: int
@@ -150,8 +161,8 @@ def commit(
 ) -> Written:
     """Write, commit, remove what is old; all but the encoding of `save`."""
     refuse_foreign(directory, part.rank, part.run, newest=True)
-    left = make_way(directory, part, shared=shared)
-    left += clean(directory, part.rank, before=part.step)
+    left = _make_way(directory, part, shared=shared)
+    left += _clean(directory, part.rank, before=part.step)
     folder = folder_of(directory, part.step, part.rank)
     if folder.exists():
         remove_part(folder)  # of a step that never was complete
@@ -175,31 +186,16 @@ def commit(
                 with contextlib.suppress(OSError):
                     (folder / name).unlink(missing_ok=True)
         raise
-    return _tidied(directory, done, named, left, keep=keep, shared=shared)
-
-
-def _tidied(
-    directory: Path,
-    done: Manifest,
-    named: Sequence[Path],
-    left: list[str],
-    *,
-    keep: int | None,
-    shared: bool,
-) -> Written:
-    """What is committed stays so: from here on errors are warnings."""
-    folder = folder_of(directory, done.step, done.rank)
-    waiting: list[int] = []
+    # What is committed stays so: from here on errors are warnings.
     try:
         for path in named:
             sync_folder(path)
         if keep is not None:  # none before it is known that the new one is on the disk
-            waiting, not_removed = prune(directory, done, keep=keep, shared=shared)
-            left += not_removed
+            left += _prune(directory, done, keep=keep, shared=shared)
     except OSError as error:
         left.append(f"{error.filename or folder}: {error.strerror or error}")
     size_bytes = sum(entry.size_bytes for entry in done.files.values())
-    return Written(folder=folder, waiting=waiting, left=left, size_bytes=size_bytes)
+    return Written(folder=folder, left=left, size_bytes=size_bytes)
 
 
 def _make(folder: Path) -> None:
@@ -209,3 +205,162 @@ def _make(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             return
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]:
+    """Remove what a rank has committed after a step, for a run that goes on from that step.
+
+    Local. Without it, checkpoints of the training that is being given up would be taken for newer
+    ones. Call it on every rank before any of them trains on: after a crash some ranks have newer
+    parts than others.
+
+    Args:
+        directory: Where checkpoints lie.
+        rank: Whose files; those of other ranks stay.
+        step: Stays, and so does what is older.
+
+    Returns:
+        The steps removed, the newest first.
+
+    Raises:
+        OSError: A file cannot be removed; calling it again goes on.
+
+    Example:
+        >>> rewind("nowhere", rank=0, step=100)
+        []
+    """
+    newer = [(one, folder) for one, folder in own_folders(Path(directory), rank) if one > step]
+    for _, folder in reversed(newer):
+        remove_part(folder)
+    return [one for one, _ in reversed(newer)]
+
+
+def remove_all(directory: str | PathLike[str]) -> list[int]:
+    """Remove the checkpoints of all ranks and all steps; for one process, while nobody saves.
+
+    Files that no checkpoint has, and links to other folders, stay.
+
+    Args:
+        directory: Where checkpoints lie.
+
+    Returns:
+        The steps of which something was removed, the newest first.
+
+    Raises:
+        OSError: A file cannot be removed; calling it again goes on.
+
+    Example:
+        >>> remove_all("nowhere")
+        []
+    """
+    removed = []
+    for step, folder in reversed(step_folders(Path(directory))):
+        parts = [] if folder.is_symlink() else rank_folders(folder)
+        for part in parts:
+            remove_part(part)
+        removed += [step] * bool(parts)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return removed
+
+
+def refuse_foreign(directory: Path, rank: int, run: str, *, newest: bool = False) -> None:
+    """Refuses a directory where this rank has checkpoints of another run.
+
+    With `newest` that one alone is read: who has saved into it has looked at all others before.
+    """
+    for step, folder in reversed(own_folders(directory, rank)):
+        try:
+            found = read_manifest(folder / MANIFEST)
+        except (FileNotFoundError, ValueError):
+            continue
+        if found.run != run:
+            raise ValueError(
+                f"{folder_of(directory, step, rank)} is of another run, {found.run!r}: save this "
+                f"one, {run!r}, into a directory of its own"
+            )
+        if newest:
+            return
+
+
+def _make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
+    """Removes newer parts that a crash left incomplete; refuses to spoil what is complete.
+
+    Returns:
+        What could not be removed, and why.
+    """
+    found = own_steps(directory, part.rank, since=part.step)
+    there = [step for step, one in found.items() if one is not None]
+    complete = {*steps(directory)} if shared and there else {*there}
+    same = found.get(part.step)
+    if isinstance(same, Manifest) and part.attempt and same.attempt == part.attempt:
+        raise ValueError(
+            f"rank {part.rank} has committed step {part.step} in {directory} in this start; where "
+            "several processes are one rank, as shards of a replica are, each saves into a "
+            "directory of its own"
+        )
+    for step in there[::-1]:
+        if step in complete or isinstance(found[step], str):
+            what = "lies there already" if step == part.step else f"is older than step {step} there"
+            raise ValueError(
+                f"step {part.step} cannot be saved into {directory}, since it {what}: to go on "
+                "from an older one, call rewind(...) on every rank as it starts, or save into a "
+                "directory of its own"
+            )
+    newer = [step for step in there[::-1] if step > part.step]
+    return _tried(remove_part, [folder_of(directory, step, part.rank) for step in newer])
+
+
+def _clean(directory: Path, rank: int, *, before: int) -> list[str]:
+    """Removes what this rank's killed or failed saves left, and empty folders of steps `before`.
+
+    Returns:
+        What could not be removed, and why.
+    """
+    killed = [folder for _, folder in own_folders(directory, rank)]
+    left = _tried(remove_part, [each for each in killed if not (each / MANIFEST).exists()])
+    for step, folder in step_folders(directory):
+        # Of somebody killed before there was more; who makes a newer one may be about to fill it.
+        if step < before:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return left
+
+
+def _prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[str]:
+    """Removes what need not be kept; says what could not be removed, and why.
+
+    Once a step is complete, every rank of it is past all older ones: what is incomplete of those
+    stays so. A rank that removes has seen `keep` newer ones complete, and so has everyone who
+    removes those: the newest complete one is never removed by anyone.
+    """
+    own = steps(directory, rank=part.rank)
+    complete = steps(directory, run=part.run) if shared else own
+    old = [step for step in own if step < max(complete, default=0) and step not in complete[-keep:]]
+    return _tried(remove_part, [folder_of(directory, step, part.rank) for step in old])
+
+
+def remove_part(folder: Path) -> None:
+    """Removes the files of a part, the manifest first: what a kill leaves is no checkpoint."""
+    manifest = folder / MANIFEST
+    if manifest.exists():
+        manifest.unlink()
+        sync_folder(folder)
+    for path in folder.iterdir():
+        if path.name in OWN_FILES:
+            path.unlink(missing_ok=True)
+    # Where somebody else keeps something, the folder stays.
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def _tried(act: Callable[[Path], None], paths: Iterable[Path]) -> list[str]:
+    """Does it to each; says where that failed, and goes on."""
+    left = []
+    for path in paths:
+        try:
+            act(path)
+        except OSError as error:
+            left.append(f"{error.filename or path}: {error.strerror or error}")
+    return left

@@ -13,13 +13,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ._manifest import Manifest
-from ._removing import refuse_foreign
-from ._save import Written, check_keep, commit, describe_left, part_of
+from ._layout import Manifest
+from ._save import Written, check_keep, commit, describe_left, part_of, refuse_foreign
 from ._tree import Encoded, encode
 
-# Own steps beyond `keep` that wait for other ranks, before that is worth a word.
-_MANY_WAITING = 4
 # A saver that nobody closed holds the end of the process up for so long at most.
 _EXIT_SECONDS = 60.0
 
@@ -281,14 +278,6 @@ class Saver:
         )
         if write.written.left:
             self._say("left", f"{describe_left(write.written)}. (Said once.)")
-        waiting = write.written.waiting
-        if self._shared and len(waiting) >= (self._keep or 0) + _MANY_WAITING:
-            self._say(
-                "waiting",
-                f"{len(waiting)} checkpoints in {self.directory} stay, since not all ranks have "
-                f"committed step {waiting[0]} or a later one: see what these say, or, if ranks do "
-                "not share this directory, give shared=False. (Said once.)",
-            )
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:

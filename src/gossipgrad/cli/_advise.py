@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-from rich.console import Console
-from rich.table import Table
+from gossipgrad.planning import Profile
+from gossipgrad.simulate import Workers, advise
 
-from gossipgrad.planning import AffineCost, Profile
-from gossipgrad.simulate import Advice, Network, Workers, advise
-
-from ._network_file import for_ranks
-from ._units import rate_of, seconds_of, seconds_text
+from ._network import network_of
+from ._output import new_table, parse, say, show
+from ._units import seconds_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +44,11 @@ class AdviseOptions:
 
 def main(arguments: list[str]) -> int:
     """Predict, print the table and the advice; returns the exit code."""
-    options = tyro.cli(AdviseOptions, args=arguments, prog="gossipgrad advise")
+    options = parse(AdviseOptions, arguments, "advise")
     p = options.world_size
-    if options.network is not None:
-        if (options.bandwidth, options.latency) != (None, None):
-            raise ValueError(
-                "--network says what links cost: leave out --bandwidth and --latency, or --network"
-            )
-        network = Network.load(options.network)
-        network = for_ranks(network, options.network, [p], what="the advice")[p]
-    else:
-        link = AffineCost.from_rate(
-            rate_bits_per_second=rate_of(options.bandwidth or "1Gbit"),
-            latency_seconds=seconds_of(options.latency or "50us"),
-        )
-        network = Network(exchange=link)
+    _, network = network_of(
+        options.bandwidth, options.latency, options.network, p, what="the advice"
+    )
     found = advise(
         Profile.load(options.profile),
         options.optimizer,
@@ -73,24 +60,17 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(found.to_json(), indent=2))
         return 0
-    console = Console()
-    console.print(_table(found))
-    console.print(str(found), soft_wrap=True, highlight=False, markup=False)
-    return 0
-
-
-def _table(found: Advice) -> Table:
-    shown = Table()
-    shown.add_column("settings", overflow="fold")
-    for name in ("step", "compute", "sent", "points lost"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    table = new_table("settings", "step", "compute", "sent", "points lost")
+    table.columns[0].overflow = "fold"
     for choice in found.choices:
         of = choice.prediction
-        shown.add_row(
+        table.add_row(
             choice.settings,
             seconds_text(of.step_seconds),
             f"{of.efficiency:.0%}",
             f"{of.bytes_sent_per_step / 1e6:.3g} MB",
             "not measured" if choice.loss is None else f"{choice.loss:.1f}",
         )
-    return shown
+    show(table)
+    say(str(found))
+    return 0

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from ._output import parse, writing
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
@@ -29,22 +31,15 @@ class ExportOptions:
 
 def main(arguments: list[str]) -> int:
     """Write the file and say where it is; returns the exit code."""
-    options = tyro.cli(
-        ExportOptions,
-        args=arguments,
-        prog="gossipgrad export",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = parse(ExportOptions, arguments, "export")
     if options.out.exists() and not options.force:
         raise ValueError(f"{options.out} exists: give --force to replace it, or another file")
-    try:
-        from safetensors import safe_open
+    from safetensors import safe_open
 
-        from gossipgrad.checkpoint import export_safetensors
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    from gossipgrad.checkpoint import export_safetensors
+
     inside = options.directory / "checkpoints"
-    try:
+    with writing("FILE", options.out):
         written = export_safetensors(
             inside if inside.is_dir() else options.directory,
             options.out,
@@ -54,8 +49,6 @@ def main(arguments: list[str]) -> int:
             key=options.key,
             overwrite=options.force,
         )
-    except OSError as error:
-        raise ValueError(f"cannot write {options.out}: {error.strerror or error}") from error
     print(written)
     with safe_open(written, framework="numpy") as file:
         metadata = file.metadata()

@@ -4,6 +4,7 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TextIO
@@ -65,31 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: list[str]) -> int:
     # A command is imported when it is called: most load torch, which takes a second.
     try:
-        if command == "train":
-            from ._train import main as run
-        elif command == "launch":
-            from ._launch import main as run
-        elif command == "demo":
-            from ._demo import main as run
-        elif command == "profile":
-            from ._profile import main as run
-        elif command == "probe":
-            from ._probe import main as run
-        elif command == "simulate":
-            from ._simulate import main as run
-        elif command == "advise":
-            from ._advise import main as run
-        elif command == "plan":
-            from ._plan import main as run
-        elif command == "watch":
-            from ._watch import main as run
-        elif command == "report":
-            from ._report import main as run
-        elif command == "export":
-            from ._export import main as run
-        else:
-            run = _topology
-        return run(arguments)
+        return import_module(f"gossipgrad.cli._{command}").main(arguments)
     except ValueError as error:
         return _complain(str(error))
     except GossipError as error:
@@ -99,14 +76,6 @@ def _run(command: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("gossipgrad: stopped by SIGINT", file=sys.stderr)
         return 130
-
-
-def _topology(arguments: list[str]) -> int:
-    import tyro
-
-    from ._topology import TopologyOptions, run
-
-    return run(tyro.cli(TopologyOptions, args=arguments, prog="gossipgrad topology"))
 
 
 def _print_any_name() -> None:

@@ -4,7 +4,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from rich.text import Text
 
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.planning import (
-    AffineCost,
     Method,
     PiecewiseCost,
     Profile,
@@ -27,14 +26,13 @@ from gossipgrad.planning import (
 )
 from gossipgrad.simulate import CountCost, Network, collective_cost
 
-from ._figures import PLAN_FORMATS, check_figure, draw_plan, text_lanes
-from ._network_file import for_ranks
+from ._network import network_of
+from ._output import check_figure, check_folder, new_table, parse, say, show, write_json
+from ._plan_figures import FORMATS, draw, text_lanes
 from ._plan_report import AS_IS, METHODS, NARROW, NARROW_BYTES, Comparison, compare
-from ._units import list_of, percent_text, rate_of, rate_text, seconds_of, seconds_text
+from ._units import list_of, percent_text, seconds_of, seconds_text
 
 DECODE = "5ns"
-_SAME = (("--bandwidth", "--rate"), ("--world-size", "--workers"))
-"""What each of these options is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +89,6 @@ def check(options: PlanOptions) -> None:
             f"world size {options.world_size}: a plan is for 2 ranks or more, one alone sends "
             "nothing"
         )
-    if options.network is not None and (options.bandwidth, options.latency) != (None, None):
-        raise ValueError(
-            "--network says what links cost: leave out --bandwidth and --latency, or --network"
-        )
     if not 0 < options.density <= 1:
         raise ValueError(
             f"density is {options.density}: it is a share, above 0 and at most 1 (0.001 sends one "
@@ -105,27 +99,8 @@ def check(options: PlanOptions) -> None:
             f"--select here measures what adding up takes: leave out --decode {options.decode}, or "
             "give --select times, as 100us,2ns"
         )
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
-    if options.figure is not None:
-        check_figure(options.figure, PLAN_FORMATS)
-
-
-def check_given(arguments: Sequence[str]) -> None:
-    """Raise if an option is given by both its names, and with two values.
-
-    Raises:
-        ValueError: It is: the last would hold, and the other be ignored.
-    """
-    for names in _SAME:
-        given = {}
-        for place, argument in enumerate(arguments):
-            word, equals, value = argument.partition("=")
-            if (name := word.replace("_", "-")) in names:
-                given[name] = value if equals else arguments[place + 1]
-        if len(set(given.values())) > 1:
-            both = " and ".join(f"{name} {value}" for name, value in given.items())
-            raise ValueError(f"{both} are two values of one option: leave out one")
+    check_folder("--out", options.out)
+    check_figure("--figure", options.figure, FORMATS)
 
 
 Cost = Callable[[Any], Any]
@@ -134,24 +109,6 @@ Cost = Callable[[Any], Any]
 _TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
 _MEASURED_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _REPEATS = 5
-
-
-def network_of(options: PlanOptions) -> tuple[str, Network]:
-    """The network that the options name, and what to call it.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if options.network is not None:
-        network = Network.load(options.network)
-        p = options.world_size
-        network = for_ranks(network, options.network, [p], what="the plan")[p]
-        network.check(p)
-        return str(options.network), network
-    rate = rate_of(options.bandwidth or "1Gbit")
-    latency = options.latency or "50us"
-    hop = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
-    return f"{rate_text(rate)}, {latency}", Network(exchange=hop)
 
 
 def chosen(options: PlanOptions) -> list[str]:
@@ -277,17 +234,13 @@ _MANY_TENSORS = 1000  # that are planned for within some seconds
 
 def main(arguments: list[str]) -> int:
     """Compute the plan, print it, write what is asked for; returns the exit code."""
-    options = tyro.cli(
-        PlanOptions,
-        args=arguments,
-        prog="gossipgrad plan",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    check_given(arguments)
+    options = parse(PlanOptions, arguments, "plan")
     check(options)
     profile = Profile.load(options.profile)
     names = chosen(options)
-    called, network = network_of(options)
+    called, network = network_of(
+        options.bandwidth, options.latency, options.network, options.world_size, what="the plan"
+    )
     if len(profile.names) > _MANY_TENSORS:
         print(
             f"planning for {len(profile.names):,} tensors, which may take a while: time grows with "
@@ -300,33 +253,25 @@ def main(arguments: list[str]) -> int:
         f"{options.density:g}"
     )
     if options.out is not None:
-        _write(options, found)
+        write_json("--out", options.out, found.best.to_json())
     if options.figure is not None:
-        draw_plan(found, title, options.figure)
+        draw(found, title, options.figure)
     if options.json:
         print(json.dumps({"title": title, **found.to_json()}, indent=2))
         return 0
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
-
     say(title)
-    console.print(_groups(found))
-    for lane in text_lanes(found, min(100, console.width) - 12):
-        say(lane)
+    show(_groups(found))
     say(
+        *text_lanes(found, min(100, Console().width) - 12),
         "backward -, selection +, a group the letter of its method; "
-        f"{seconds_text(found.best.finish_seconds)} from left to right\n"
+        f"{seconds_text(found.best.finish_seconds)} from left to right\n",
     )
-    console.print(_alternatives(found))
-    say(found.verdict)
-    if found.advice is not None:
-        say(found.advice)
+    show(_alternatives(found))
     say(
+        found.verdict,
         "Proved optimal under the model of time."
         if found.best.gap < 1e-9
-        else f"Proved within {100 * found.best.gap:.2g} % of the optimum under the model of time."
+        else f"Proved within {100 * found.best.gap:.2g} % of the optimum under the model of time.",
     )
     for what, path in (("plan", options.out), ("figure", options.figure)):
         if path is not None:
@@ -334,24 +279,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _write(options: PlanOptions, found: Comparison) -> None:
-    assert options.out is not None
-    try:
-        text = json.dumps(found.best.to_json(), indent=2) + "\n"
-        options.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write --out {options.out}: {error.strerror}") from error
-
-
 def _groups(found: Comparison) -> Table:
     groups = found.best.groups
     arrived = {s.group: s.end_seconds for s in found.spans if s.what == "communicate"}
-    shown = Table(title=f"{len(groups)} group{'s' * (len(groups) != 1)}", title_justify="left")
-    shown.add_column("tensors", justify="right", no_wrap=True)
-    shown.add_column("first to last", overflow="fold")  # the one that gives way where it is narrow
-    shown.add_column("elements", justify="right", no_wrap=True)
-    shown.add_column("method", no_wrap=True)
-    shown.add_column("arrived", justify="right", no_wrap=True)
+    title = f"{len(groups)} group{'s' * (len(groups) != 1)}"
+    shown = new_table("tensors", "first to last", "elements", "method", "arrived", title=title)
+    # The names give way where it is narrow.
+    shown.columns[1].justify, shown.columns[1].overflow = "left", "fold"
+    shown.columns[0].no_wrap, shown.columns[1].no_wrap = True, False
     names = found.profile.names
     for place, group in enumerate(groups[:_GROUPS_SHOWN]):
         start, last = group.start, group.stop - 1
@@ -369,11 +304,9 @@ def _groups(found: Comparison) -> Table:
 
 
 def _alternatives(found: Comparison) -> Table:
-    shown = Table(title="and others", title_justify="left")
-    shown.add_column("plan", no_wrap=True)
-    shown.add_column("method")
-    for name in ("groups", "step", "longer by"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = new_table("plan", "method", "groups", "step", "longer by", title="and others")
+    shown.columns[1].justify = "left"
+    shown.columns[0].no_wrap, shown.columns[1].no_wrap = True, False
     methods = ", ".join(method.name for method in found.methods)
     step = seconds_text(found.step_seconds(found.best))
     shown.add_row("this plan", methods, f"{len(found.best.groups)}", step, "")

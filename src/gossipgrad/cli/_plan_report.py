@@ -32,7 +32,6 @@ AS_IS = "dense as is"
 
 
 _DDP_BYTES, _DDP_FIRST_BYTES = 25 << 20, 1 << 20
-_WORTH_TELLING = 1e-3  # of a step
 
 
 Rule = Callable[[Sequence[float], Sequence[int], Method], Plan]
@@ -112,24 +111,6 @@ class Comparison:
             f"session asks for: send all, as --methods {whole} plans it."
         )
 
-    @property
-    def advice(self) -> str | None:
-        """What else to allow, where another plan is better by a method that was not; or None."""
-        shortest = min(self.alternatives, key=lambda each: each.plan.finish_seconds)
-        gain = -self.longer(shortest.plan)
-        if gain < _WORTH_TELLING:
-            return None
-        saving = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
-        allowed = [method.name for method in self.methods]
-        if shortest.method != AS_IS:
-            return f"{saving}: allow that here by --methods {','.join([*allowed, shortest.method])}"
-        if set(allowed).isdisjoint(NARROW):
-            return (
-                f"{saving}: a session widens gradients before it adds them up, and narrows them "
-                f"again for the wire by --methods {','.join([*allowed, 'bf16'])}"
-            )
-        return f"{saving}: a session widens gradients before it adds them up, and that does not"
-
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -140,7 +121,6 @@ class Comparison:
             "gap": self.best.gap,
             "step_seconds": self.step_seconds(self.best),
             "verdict": self.verdict,
-            "advice": self.advice,
             "groups": [
                 {
                     "start": group.start,

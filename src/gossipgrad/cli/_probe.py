@@ -1,6 +1,5 @@
 """`gossipgrad probe`: what messages cost between live workers."""
 
-import json
 import math
 import os
 import socket
@@ -15,8 +14,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import tyro
-from rich.console import Console
 from rich.table import Table
 
 from gossipgrad.comm import Group, ZeroMQTransport, check_secret
@@ -31,6 +28,7 @@ from gossipgrad.train import (
     slurm_rendezvous,
 )
 
+from ._output import check_folder, new_table, parse, say, show, write_json
 from ._units import list_of, rate_text, seconds_text
 
 _DEFAULT_NPROC = 4
@@ -94,15 +92,14 @@ def check(options: ProbeOptions) -> None:
     for name in ("seconds", "timeout"):
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0 that ends")
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+    check_folder("--out", options.out)
     check_sizes(sizes_of(options))
     check_secret(options.encrypt or None)
 
 
 def main(arguments: list[str]) -> int:
     """Start the workers, or be one of them; returns the exit code."""
-    options = tyro.cli(ProbeOptions, args=arguments, prog="gossipgrad probe")
+    options = parse(ProbeOptions, arguments, "probe")
     check(options)
     world = find_world(os.environ)
     if world is None:
@@ -150,33 +147,21 @@ def _take_part(options: ProbeOptions, world: World) -> int:
 
 
 def _tell(found: Probe, options: ProbeOptions, hosts: list[str] | None) -> None:
-    console = Console()
-    console.print(table(found))
+    show(table(found))
     shown = 1e9 * found.network.snapshot_seconds_per_byte, 1e9 * found.network.mix_seconds_per_byte
-    console.print(
-        f"a snapshot takes {shown[0]:.3g} ns a byte, mixing {shown[1]:.3g} ns a byte",
-        highlight=False,
-    )
-    for doubt in found.doubts():
-        console.print(f"{doubt[0].upper()}{doubt[1:]}.", soft_wrap=True, highlight=False)
+    say(f"a snapshot takes {shown[0]:.3g} ns a byte, mixing {shown[1]:.3g} ns a byte")
+    say(*(f"{doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts()))
     if options.out is not None:
-        held = found.to_json() | ({} if hosts is None else {"hosts": hosts})
-        try:
-            options.out.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write --out {options.out}: {error.strerror}") from error
-        console.print(f"network {options.out}", soft_wrap=True, highlight=False)
+        written = found.to_json() | ({} if hosts is None else {"hosts": hosts})
+        write_json("--out", options.out, written)
+        say(f"network {options.out}")
 
 
 def table(found: Probe) -> Table:
     """Costs of the usual link, of all-reduce, and of the pairs, slowest first where many."""
     network = found.network
     p = network.world_size
-    shown = Table(title=f"{p} workers", title_justify="left")
-    shown.add_column()
-    shown.add_column("start-up", justify="right")
-    shown.add_column("rate", justify="right")
-    shown.add_column("off by", justify="right")
+    shown = new_table("", "start-up", "rate", "off by", title=f"{p} workers")
     exchanges = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "exchange"]
     reduces = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "all_reduce"]
     shown.add_row("exchange, usual pair", *_row(network.exchange, exchanges))

@@ -1,7 +1,6 @@
 """`gossipgrad profile`: what a step of a model costs on this device."""
 
 import importlib
-import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -20,6 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from gossipgrad import data, models
 from gossipgrad.planning import Profile
 from gossipgrad.simulate import record_profile
+
+from ._output import parse, show, write_json, writing
 
 _LISTED = 8
 
@@ -66,7 +65,7 @@ class ProfileOptions:
 
 def main(arguments: list[str]) -> int:
     """Parse, record, write, print a table; returns the exit code."""
-    options = tyro.cli(ProfileOptions, args=arguments, prog="gossipgrad profile")
+    options = parse(ProfileOptions, arguments, "profile")
     model, optimizer, batch, loss = (
         _built_in(options) if options.factory is None else _own(options.factory)
     )
@@ -84,11 +83,9 @@ def main(arguments: list[str]) -> int:
         raise
     except Exception as error:
         raise ValueError(f"a step failed: {_told(error)}") from error
-    try:
+    with writing("--out", options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write the profile: {error}") from error
+    write_json("--out", options.out, profile.to_json())
     _show(profile)
     print(options.out)
     return 0
@@ -121,39 +118,24 @@ def _own(factory: str) -> Parts:
         raise ValueError(f"factory {factory!r} is not of the form module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made: Any = getattr(importlib.import_module(module), function)
+        parts: Any = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"factory {factory!r} cannot be imported: {error}") from error
     except Exception as error:
-        raise ValueError(f"factory {factory!r} cannot be imported: {_told(error)}") from error
+        raise ValueError(f"factory {factory!r} failed: {_told(error)}") from error
     finally:
         sys.path.pop(0)
-    try:
-        parts = made()
-    except Exception as error:
-        raise ValueError(f"factory {factory!r} failed: {_told(error)}") from error
-    if not isinstance(parts, tuple) or len(parts) != 4:
-        raise ValueError(
-            f"factory {factory!r} must return a tuple of model, optimizer, batch and loss, got "
-            f"{type(parts).__name__}"
-        )
-    wanted = (
-        ("first", "model, a Module", lambda part: isinstance(part, nn.Module)),
-        ("second", "optimizer, one of torch's", lambda part: isinstance(part, Optimizer)),
-        ("third", "batch, a list of tensors", _is_batch),
-        ("fourth", "loss, called with model and batch", callable),
+    match parts:
+        case (nn.Module(), Optimizer(), [*batch], loss) if callable(loss) and all(
+            isinstance(each, Tensor) for each in batch
+        ):
+            return parts
+    kind = type(parts).__name__
+    found = [type(part).__name__ for part in parts] if isinstance(parts, tuple) else kind
+    raise ValueError(
+        f"factory {factory!r} must return a tuple of the model (a Module), its optimizer, a batch "
+        f"(a list of tensors) and the loss (called with model and batch), got {found}"
     )
-    for (place, what, fits), part in zip(wanted, parts, strict=True):
-        if not fits(part):
-            raise ValueError(
-                f"factory {factory!r} returns the {place} of these as the {what}, got "
-                f"{type(part).__name__}"
-            )
-    return parts
-
-
-def _is_batch(part: object) -> bool:
-    return isinstance(part, list | tuple) and all(isinstance(each, Tensor) for each in part)
 
 
 def _told(error: Exception) -> str:
@@ -184,5 +166,5 @@ def _show(profile: Profile) -> None:
     for name, elements, seconds in slowest:
         # As text: a name may look like markup.
         table.add_row(Text(f"{name} ({elements:,})"), f"{1e3 * seconds:,.2f} ms")
-    Console().print(table)
+    show(table)
     print(f"The {len(slowest)} gradients that take longest are listed.")

@@ -10,6 +10,8 @@ import tyro
 
 from gossipgrad.trace import write_report
 
+from ._output import parse
+
 _COMPARISON = Path("comparison.html")
 
 
@@ -30,12 +32,7 @@ class ReportOptions:
 
 def main(arguments: list[str]) -> int:
     """Write the page, say where it is, open it if wanted; returns the exit code."""
-    options = tyro.cli(
-        ReportOptions,
-        args=arguments,
-        prog="gossipgrad report",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = parse(ReportOptions, arguments, "report")
     out = _COMPARISON if options.out is None and len(options.runs) > 1 else options.out
     report = write_report(*options.runs, out=out)
     print(report)

@@ -1,14 +1,11 @@
 """`gossipgrad simulate`: step time and efficiency at any scale, before anything is rented."""
 
-import json
 import math
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-from rich.console import Console
 from rich.table import Table
 
 from gossipgrad.planning import AffineCost, Profile
@@ -26,8 +23,18 @@ from gossipgrad.simulate import (
     strategy_by_name,
 )
 
-from ._figures import SIMULATION_FORMATS, check_figure, draw_simulation
-from ._network_file import for_ranks
+from ._network import for_ranks
+from ._output import (
+    check_figure,
+    check_folder,
+    new_figure,
+    new_table,
+    parse,
+    say,
+    show,
+    write_json,
+    writing,
+)
 from ._units import list_of, rate_of, rate_text, seconds_of, seconds_text
 
 
@@ -115,12 +122,12 @@ def check(options: SimulateOptions) -> None:
         )
     if (options.stall is None) != (options.stall_probability == 0.0):
         raise ValueError("stalls need both --stall and --stall-probability")
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
-    if options.figure is not None:
-        check_figure(options.figure, SIMULATION_FORMATS)
+    check_folder("--out", options.out)
+    check_figure("--figure", options.figure, _FORMATS)
 
 
+_FORMATS = (".png", ".svg", ".pdf")
+_MARKERS = "osD^vPX"
 _NARROW_BYTES = 2
 _WIDTHS = {"float32": 4, "bfloat16": _NARROW_BYTES}
 
@@ -143,46 +150,33 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
     )
     found: list[Strategy] = []
     for strategy in map(strategy_by_name, dict.fromkeys(names)):
-        if isinstance(strategy, Gossip):
-            found += [
-                replace(
-                    strategy,
-                    name=strategy.name + _state(rounds, copies) + _wire(width),
-                    topology=_topology_of(strategy, options),
-                    state_every=rounds,
-                    state_copies=copies,
-                    element_bytes=width,
-                    seed=options.seed,
-                )
-                for rounds, copies in dict.fromkeys(payloads)
-                # A shared mask has no state: all strategies are asked for, not this one with it.
-                if not (given == "all" and rounds and strategy.density < 1)
-                for width in dict.fromkeys(widths)
-            ]
-        elif isinstance(strategy, Suda):
-            found += [
-                replace(
-                    strategy,
-                    name=strategy.name + _wire(width),
-                    topology=options.topology,
-                    element_bytes=width,
-                    seed=options.seed,
-                )
-                for width in dict.fromkeys(widths)
-            ]
-        elif isinstance(strategy, AllReduce):
-            found += [
-                replace(strategy, name=strategy.name + _wire(width), element_bytes=width)
-                for width in dict.fromkeys(widths)
-            ]
-        else:
+        if not isinstance(strategy, Gossip | Suda | AllReduce):
             found.append(strategy)
+            continue
+        # A shared mask has no state: all strategies are asked for, not this one with it.
+        stateless = isinstance(strategy, Gossip) and given == "all" and strategy.density < 1
+        for every, copies in dict.fromkeys(
+            payloads if isinstance(strategy, Gossip) else [(0, None)]
+        ):
+            if every and stateless:
+                continue
+            for width in dict.fromkeys(widths):
+                changes: dict[str, Any] = {
+                    "name": strategy.name + _state(every, copies) + _wire(width),
+                    "element_bytes": width,
+                }
+                if isinstance(strategy, Gossip):
+                    changes |= {"state_every": every, "state_copies": copies}
+                if not isinstance(strategy, AllReduce):
+                    changes |= {"topology": _topology_of(strategy, options), "seed": options.seed}
+                found.append(replace(strategy, **changes))
     return found
 
 
-def _topology_of(strategy: Gossip, options: SimulateOptions) -> str:
+def _topology_of(strategy: Gossip | Suda, options: SimulateOptions) -> str:
     """The one that was asked for; mode stale needs symmetric pairs, and has its own default."""
-    if strategy.mode == "stale" and options.topology == "dissemination":
+    stale = isinstance(strategy, Gossip) and strategy.mode == "stale"
+    if stale and options.topology == "dissemination":
         return strategy.topology
     return options.topology
 
@@ -309,20 +303,17 @@ def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network
 
 def main(arguments: list[str]) -> int:
     """Predict every case, print the tables, write what is asked for; returns the exit code."""
-    options = tyro.cli(SimulateOptions, args=arguments, prog="gossipgrad simulate")
+    options = parse(SimulateOptions, arguments, "simulate")
     check(options)
     profile = Profile.load(options.profile)
     cases = simulate(options, profile)
-    console = Console()
-    console.print(
+    say(
         f"{profile.name} on {profile.device}: {seconds_text(profile.compute_seconds)} of compute a "
-        f"step, {profile.size_bytes / 1e6:.4g} MB of parameters",
-        soft_wrap=True,
-        highlight=False,
+        f"step, {profile.size_bytes / 1e6:.4g} MB of parameters"
     )
     for network in dict.fromkeys(case.network for case in cases):
-        console.print(table(network, [case for case in cases if case.network == network]))
-    console.print(_NOTE, soft_wrap=True, highlight=False)
+        show(table(network, [case for case in cases if case.network == network]))
+    say(_NOTE)
     if options.out is not None:
         figures = {
             "options": {name: _plain(value) for name, value in asdict(options).items()},
@@ -330,14 +321,11 @@ def main(arguments: list[str]) -> int:
             "size_bytes": profile.size_bytes,
             "cells": [case.to_json() for case in cases],
         }
-        try:
-            options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write --out {options.out}: {error.strerror}") from error
-        console.print(f"figures {options.out}", soft_wrap=True, highlight=False)
+        write_json("--out", options.out, figures)
+        say(f"figures {options.out}")
     if options.figure is not None:
-        draw_simulation(cases, profile, options.figure)
-        console.print(f"figure {options.figure}", soft_wrap=True, highlight=False)
+        draw(cases, profile, options.figure)
+        say(f"figure {options.figure}")
     return 0
 
 
@@ -350,10 +338,7 @@ _NOTE = (
 def table(title: str, cases: list[Case]) -> Table:
     """Strategies against numbers of ranks."""
     worlds = list(dict.fromkeys(case.prediction.world_size for case in cases))
-    shown = Table(title=title, title_justify="left")
-    shown.add_column()
-    for p in worlds:
-        shown.add_column(f"{p:,} rank{'s' * (p != 1)}", justify="right")
+    shown = new_table("", *(f"{p:,} rank{'s' * (p != 1)}" for p in worlds), title=title)
     for name in dict.fromkeys(case.prediction.strategy for case in cases):
         by_world = {c.prediction.world_size: c for c in cases if c.prediction.strategy == name}
         shown.add_row(name, *(_cell(by_world[p]) for p in worlds))
@@ -367,3 +352,29 @@ def _cell(case: Case) -> str:
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
+
+
+def draw(cases: list[Case], profile: Profile, path: Path) -> None:
+    """One panel a network, one line a strategy."""
+    from matplotlib.ticker import PercentFormatter
+
+    networks = list(dict.fromkeys(case.network for case in cases))
+    title = f"{profile.name} on {profile.device}, predicted"
+    figure = new_figure(title, (4.6 * len(networks), 4.4))
+    panels = figure.subplots(1, len(networks), sharey="row", squeeze=False)[0]
+    for panel, network in zip(panels, networks, strict=True):
+        here = [case.prediction for case in cases if case.network == network]
+        worlds = sorted({found.world_size for found in here})
+        panel.set(title=network, xlabel="ranks", xscale="log", ylim=(0, 1.04))
+        panel.set_xticks(worlds, [f"{p:,}" for p in worlds])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+        for number, name in enumerate(dict.fromkeys(found.strategy for found in here)):
+            line = sorted((p.world_size, p.efficiency) for p in here if p.strategy == name)
+            style = {"marker": _MARKERS[number % len(_MARKERS)], "label": name}
+            panel.plot(*zip(*line, strict=True), **style)
+    panels[0].set_ylabel("efficiency: compute / step")
+    panels[-1].legend(fontsize=8)
+    with writing("--figure", path):
+        figure.savefig(path, dpi=120)

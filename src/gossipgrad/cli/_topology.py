@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
+import tyro
 from rich.table import Table
 
 from gossipgrad.topology import Analysis, Schedule, analyse, by_name, mixing_product
+
+from ._output import check_figure, new_figure, say, show, writing
 
 _DRAWN_UP_TO = 1024
 _PERIODS_DRAWN = 3
@@ -53,6 +55,11 @@ class TopologyOptions:
             )
 
 
+def main(arguments: list[str]) -> int:
+    """Parse and run; returns the exit code."""
+    return run(tyro.cli(TopologyOptions, args=arguments, prog="gossipgrad topology"))
+
+
 def run(options: TopologyOptions) -> int:
     """Print the properties of the schedule that the options name, and draw it if asked.
 
@@ -62,18 +69,16 @@ def run(options: TopologyOptions) -> int:
     Raises:
         ValueError: The options do not fit, or the image cannot be drawn.
     """
-    try:
-        schedule = by_name(
-            options.schedule,
-            options.world_size,
-            seed=options.seed,
-            rotate=options.rotate and options.schedule != "ring",
-        )
-        analysis = analyse(schedule, weight=options.weight, max_rounds=options.max_rounds)
-        if options.image is not None:
-            _draw(schedule, options.weight, options.image)
-    except (ImportError, OSError) as error:
-        raise ValueError(str(error)) from error
+    check_figure("--image", options.image, None)
+    schedule = by_name(
+        options.schedule,
+        options.world_size,
+        seed=options.seed,
+        rotate=options.rotate and options.schedule != "ring",
+    )
+    analysis = analyse(schedule, weight=options.weight, max_rounds=options.max_rounds)
+    if options.image is not None:
+        _draw(schedule, options.weight, options.image)
     if options.json:
         print(json.dumps(_as_json(schedule, analysis, options), indent=2))
     else:
@@ -122,12 +127,11 @@ def _print_table(schedule: Schedule, analysis: Analysis, options: TopologyOption
         table.add_section()
     for t in range(options.rounds):
         table.add_row(f"rank 0 in round {t}", _meeting(schedule, t))
-    console = Console()
-    console.print(table)
+    show(table)
     if not analysis.exact:
-        console.print("Estimates, from random vectors and a sample of the ranks.")
+        say("Estimates, from random vectors and a sample of the ranks.")
     if options.image is not None:
-        console.print(f"Drawn into {options.image}", soft_wrap=True)
+        say(f"Drawn into {options.image}")
 
 
 def _title(schedule: Schedule) -> str:
@@ -144,26 +148,17 @@ def _meeting(schedule: Schedule, round: int) -> str:
 
 
 def _draw(schedule: Schedule, weight: float, path: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "--image needs matplotlib, which is not installed: pip install 'gossipgrad[plot]'"
-        ) from error
-
     several = _PERIODS_DRAWN * schedule.period
     panels = {
         "round 0": 1,
         f"one period ({schedule.period} rounds)": schedule.period,
         f"{_PERIODS_DRAWN} periods ({several} rounds)": several,
     }
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"{_title(schedule)}: share of each rank's value")
+    figure = new_figure(f"{_title(schedule)}: share of each rank's value", (13, 4.6))
     for axes, (title, rounds) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         product = mixing_product(schedule, rounds, weight=weight)
         image = axes.imshow(product, cmap="viridis", vmin=0.0, interpolation="nearest")
         axes.set(title=title, xlabel="comes from rank", ylabel="held by rank")
         figure.colorbar(image, ax=axes, shrink=0.8)
-    figure.savefig(path, format="png", dpi=120)
+    with writing("--image", path):
+        figure.savefig(path, format="png", dpi=120)

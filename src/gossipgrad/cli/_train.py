@@ -25,8 +25,8 @@ from gossipgrad.train import (
     show_metric,
 )
 
-# What workers that join may have otherwise than the run.
-_OF_A_JOINER = ("nproc", "device", "data-dir", "threads", "quiet")
+# What a worker that joins may have otherwise than the run.
+_OF_A_JOINER = ("device", "data-dir", "threads", "quiet")
 
 
 _STRATEGY = tyro.conf.arg(
@@ -41,8 +41,8 @@ class TrainOptions(TrainConfig):
     """Train a model on several workers.
 
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
-    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. More workers
-    come into a run that is training, and whose strategy allows it, with --join DIR.
+    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. With
+    --join DIR one more worker comes into a run that is training and whose strategy allows it.
     Options of a strategy may be written short where no other has one of that name.
     The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
     model.safetensors, trace.json and report.html.
@@ -51,8 +51,8 @@ class TrainOptions(TrainConfig):
     config: Path | None = None
     """Repeat the run of this config.json; other options replace what it says."""
     join: Path | None = None
-    """Join the run of this folder, which is training, with nproc workers of this machine (None: 1).
-    Beside it there are --nproc, --device, --data-dir, --threads and --quiet; all else is the
+    """Join the run of this folder, which is training, with one more worker: start the command once
+    for each. Beside it there are --device, --data-dir, --threads and --quiet; all else is the
     run's."""
     strategy: Annotated[str, _STRATEGY] = "gossip"
     options: Annotated[dict[str, Any], tyro.conf.arg(name="")] = field(default_factory=dict)
@@ -137,6 +137,11 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
             )
         option = name.removeprefix("--").removeprefix("no-")
         is_known = option in known or option.partition(".")[0] in sections
+        if name == "--nproc":
+            raise ValueError(
+                "--nproc is not for --join, which starts one worker: start the command once for "
+                "each, and leave --nproc out."
+            )
         if name.startswith("--") and is_known and option not in _OF_A_JOINER:
             raise ValueError(
                 f"{name} is not for --join: a worker that joins trains as the run in {runs[0]} "
@@ -147,7 +152,6 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
     assert options.join is not None
     return JoinConfig(
         run=options.join,
-        nproc=options.nproc or 1,
         device=options.device if "--device" in names else None,
         data_dir=options.data_dir,
         threads=options.threads if "--threads" in names else None,
@@ -216,17 +220,10 @@ def _values(config: TrainConfig) -> dict[str, Any]:
 
 
 def print_joined(outcome: JoinOutcome) -> None:
-    """What workers that joined a run reached, in a few lines."""
-    for part in outcome.parts:
-        end = "and left the run, which goes on" if part["left"] else "to the end of the run"
-        if part["late"]:
-            end = "but the run had ended as this worker came, and is put together without it"
-        samples = f"{part['steps']:,} steps on {part['samples']:,} samples"
-        print(f"rank {part['rank']} trained {samples}, {end}")
-    for failure in outcome.failures:
-        print(failure)
-    if not outcome.parts:
-        print("stopped before a worker had joined; the run goes on")
+    """What a worker that joined a run reached, in a few lines."""
+    end = "and left the run, which goes on" if outcome.left else "to the end of the run"
+    samples = f"{outcome.steps:,} steps on {outcome.samples:,} samples"
+    print(f"rank {outcome.rank} trained {samples}, {end}")
     if outcome.summary is not None:
         print(show_metric(outcome.summary["accuracy"], outcome.summary.get("job")))
         print(f"report {outcome.run_dir / 'report.html'}")

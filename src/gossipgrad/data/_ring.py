@@ -38,9 +38,10 @@ class Ring:
 
     The headers are those of all links: `DATA` brings `bucket` rows as parcel number `round`, after
     `generation` drains, with `epoch` 1 if rounds were left out; `VOID` confirms everything up to
-    parcel `round`; `FENCE` brings what ranks had given away when they came to drain number `epoch`;
-    `LEAVE` says that nothing past parcel `round` is accepted, and nothing more comes, after `epoch`
-    drains. What does not fit is dropped and counted; a parcel that is dropped stays its sender's.
+    parcel `round`; `FENCE` brings what ranks had given away when they came to drain number `epoch`,
+    or tells the rank upstream (`bucket` 1) that the sender has come there; `LEAVE` says that
+    nothing past parcel `round` is accepted, and nothing more comes, after `epoch` drains. What
+    does not fit is dropped and counted; a parcel that is dropped stays its sender's.
 
     Args:
         transport: Moves the bytes.
@@ -83,6 +84,7 @@ class Ring:
         self._unconfirmed: defaultdict[int, deque[tuple[int, Packed]]] = defaultdict(deque)
         # Drains: how many this rank has begun and ended, others have ended; rows given away by all.
         self._drains = self._drained = 0
+        self._drain_of: Counter[int] = Counter()  # the newest that a neighbour has come to
         self._drained_by: dict[int, int] = {}
         self._totals: dict[int, Int[np.ndarray, " rank"]] = {}
         self._is_draining = self._is_even_now = False
@@ -133,7 +135,9 @@ class Ring:
         pool = slots if count <= len(slots) else np.concatenate([slots, before])
         if count > len(slots):
             self.fetch(pool[:count])
-        goes = self._wait_patiently(lambda: self._may_give(len(self._own(pool, count))))
+        goes = self._wait_patiently(
+            lambda: self._may_give(len(self._own(pool, count))), self._can_give_later
+        )
         # From here on nothing comes in: what is read is what is given.
         own, batch = self._own(pool, count), self.rows.read(slots)
         if self.downstream is None:
@@ -144,7 +148,8 @@ class Ring:
             self._give(own)
         elif count > 0:
             self.late_rounds += 1
-            self._is_uneven = True
+            # Where a neighbour has come to a drain, all are made even there.
+            self._is_uneven |= self._more_comes() and self._is_confirming()
         return batch
 
     def fetch(self, slots: Int[np.ndarray, " row"]) -> bool:
@@ -152,7 +157,7 @@ class Ring:
         if self.rows.held[slots].all():
             return True
         self.poll()
-        return self._wait_patiently(lambda: bool(self.rows.held[slots].all()))
+        return self._wait_patiently(lambda: bool(self.rows.held[slots].all()), self._more_comes)
 
     def poll(self) -> None:
         """Accepts what has come."""
@@ -174,6 +179,8 @@ class Ring:
         totals[self.rank] = self.rows_out
         self._totals.setdefault(number, np.full(self.world_size, _UNKNOWN))
         self._learn(number, totals)
+        if (peer := self.upstream) is not None:  # it waits for no confirmation any more
+            self._say(peer, Kind.FENCE, epoch=number, bucket=1)
         try:
             if not self._wait(lambda: self._is_even(number), timeout_seconds):
                 missing = np.flatnonzero(self._totals[number] < 0).tolist()
@@ -257,23 +264,33 @@ class Ring:
 
     # Waiting.
 
-    def _wait_patiently(self, ready: Callable[[], bool]) -> bool:
+    def _wait_patiently(self, ready: Callable[[], bool], may_come: Callable[[], bool]) -> bool:
         if ready():
             return True
         if self._deadline_seconds == 0 or not self._is_patient:
             return False
         start = time.perf_counter()
-        self._wait(lambda: ready() or not self._more_comes(), self._deadline_seconds)
+        self._wait(lambda: ready() or not may_come(), self._deadline_seconds)
         self.exposed_seconds += time.perf_counter() - start
-        if not (is_ready := ready()) and self._more_comes():
+        if not (is_ready := ready()) and may_come():
             self._is_patient = False
             logger.warning("rank %d: a neighbour is late; its rows stay as they are", self.rank)
         return is_ready
+
+    def _can_give_later(self) -> bool:
+        """Whether what keeps this rank from giving rows can change."""
+        has_room = len(self.rows.vacant) < self._credits * self._most_rows
+        return (has_room or self._more_comes()) and (self._has_credit() or self._is_confirming())
 
     def _more_comes(self) -> bool:
         """Whether a rank is upstream that has not come to the next drain yet."""
         upstream, totals = self.upstream, self._totals.get(self._drains + 1)
         return upstream is not None and (totals is None or bool(totals[upstream] == _UNKNOWN))
+
+    def _is_confirming(self) -> bool:
+        """Whether a rank is downstream that has not come to the next drain yet."""
+        peer = self.downstream
+        return peer is not None and self._drain_of[peer] <= self._drains
 
     def _wait(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
         deadline = time.perf_counter() + timeout_seconds
@@ -317,8 +334,10 @@ class Ring:
         peer = header.sender
         if not 0 <= peer < self.world_size or peer == self.rank or peer in self.gone:
             raise WireError(f"rank {peer} is no neighbour, or gone")
+        is_notice = header.kind is Kind.FENCE and header.bucket == 1
         sizes = {Kind.DATA: header.bucket * self.rows.row_bytes, Kind.FENCE: 8 * self.world_size}
-        if (0 if payload is None else payload.numel()) != sizes.get(header.kind, 0):
+        size_bytes = 0 if is_notice else sizes.get(header.kind, 0)
+        if (0 if payload is None else payload.numel()) != size_bytes:
             raise WireError(f"the wrong number of bytes for {header.kind.name}")
         if header.kind is Kind.DATA:
             self._accept_rows(header, payload)
@@ -326,6 +345,8 @@ class Ring:
             self._drop_confirmed(peer, header.round)
         elif header.kind is Kind.LEAVE:
             self._lose(peer, header)
+        elif is_notice:
+            self._drain_of[peer] = header.epoch
         elif header.kind is Kind.FENCE and payload is not None:
             self._learn(header.epoch, np.frombuffer(payload.numpy().tobytes(), dtype=np.int64))
 

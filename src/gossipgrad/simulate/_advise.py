@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,17 +24,18 @@ from ._record import record_profile
 
 __all__ = ["Advice", "Candidate", "Choice", "advise", "candidates"]
 
-_STEPS = 96  # predicted of each way: their mean is known to a percent
-_EQUAL = 0.05  # steps that differ by less are of one length: the model of time is no better
+_STEPS = 96  # stepped through for each way: their mean is known to a percent
+_EQUAL = 0.05  # steps that differ by less are equal: the model of time is no better
 _RANKS = (8, 32, 128)  # at which losses were measured
+Losses = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A way to train, and what it costs in accuracy.
+    """A way to train, and its cost in accuracy.
 
     Attributes:
-        settings: What to write.
+        settings: The code.
         strategy: Its model of time.
         losses: Points of accuracy below all-reduce after equal epochs with tuned rates, at 8, 32
             and 128 ranks; None where it was not measured.
@@ -43,17 +44,14 @@ class Candidate:
 
     settings: str
     strategy: Strategy
-    losses: tuple[float | None, float | None, float | None]
+    losses: Losses
     rate: str = "that of all-reduce, or half of it at 128 ranks: try both"
 
     def loss(self, world_size: int) -> float | None:
         """Points below all-reduce at so many ranks: those of the next larger number measured."""
         if world_size == 1:
             return 0.0
-        return next(
-            (loss for ranks, loss in zip(_RANKS, self.losses, strict=True) if world_size <= ranks),
-            self.losses[-1],
-        )
+        return self.losses[min(sum(world_size > ranks for ranks in _RANKS), len(_RANKS) - 1)]
 
 
 def candidates(optimizer: str) -> list[Candidate]:
@@ -65,99 +63,54 @@ def candidates(optimizer: str) -> list[Candidate]:
     Raises:
         ValueError: It is another optimizer.
     """
-    exact = (0.0, 0.0, 0.0)
+    if optimizer not in ("sgd", "adam"):
+        raise ValueError(f"optimizer is {optimizer!r}: accuracy is known of 'sgd' and of 'adam'")
+
+    def way(settings: str, strategy: Strategy, losses: Losses, **rate: str) -> Candidate:
+        return Candidate(settings=settings, strategy=strategy, losses=losses, **rate)
+
+    exact, unknown = (0.0, 0.0, 0.0), (None, None, None)
+    momentum = Gossip(name="gossip, sync, momentum", mode="sync", state_every=1, state_copies=1)
+    narrow, ddp = AllReduce(name="ddp, fp16 hook", element_bytes=2), "DistributedDataParallel"
     shared = [
-        Candidate(
-            settings="DistributedDataParallel",
-            strategy=AllReduce(name="ddp"),
-            losses=exact,
-            rate="yours",
-        ),
-        Candidate(
-            settings="DistributedDataParallel with fp16_compress_hook",
-            strategy=AllReduce(name="ddp, fp16 hook", element_bytes=2),
-            losses=exact,
-            rate="yours",
-        ),
+        way(ddp, AllReduce(name="ddp"), exact, rate="yours"),
+        way(f"{ddp} with fp16_compress_hook", narrow, exact, rate="yours"),
     ]
+    sparse = "gg.sparsify(model, optimizer, density=0.01)"
+    warm_up = "that of all-reduce, with the default warm-up of the density"
     if optimizer == "sgd":
+        bf16 = Gossip(name="gossip, bf16 wire", element_bytes=2)
+        sync = Gossip(name="gossip, sync", mode="sync")
+        with_momentum = 'gg.gossip(model, optimizer, mode="sync", payload="weights+momentum")'
         return [
             *shared,
-            Candidate(
-                settings="gg.gossip(model, optimizer)",
-                strategy=Gossip(),
-                losses=(0.1, 0.4, 1.5),
-            ),
-            Candidate(
-                settings="gg.gossip(model, optimizer, wire_dtype=torch.bfloat16)",
-                strategy=Gossip(name="gossip, bf16 wire", element_bytes=2),
-                losses=(0.1, 0.4, 1.5),
-            ),
-            Candidate(
-                settings='gg.gossip(model, optimizer, mode="sync")',
-                strategy=Gossip(name="gossip, sync", mode="sync"),
-                losses=(0.0, 0.4, 1.1),
-            ),
-            Candidate(
-                settings='gg.gossip(model, optimizer, mode="sync", payload="weights+momentum")',
-                strategy=Gossip(
-                    name="gossip, sync, momentum", mode="sync", state_every=1, state_copies=1
-                ),
-                losses=(0.0, 0.0, 0.4),
-            ),
-            Candidate(
-                settings="gg.sparsify(model, optimizer, density=0.01)",
-                strategy=Merged(),
-                losses=(0.4, None, None),
-                rate="that of all-reduce, with the default warm-up of the density",
-            ),
+            way("gg.gossip(model, optimizer)", Gossip(), (0.1, 0.4, 1.5)),
+            way("gg.gossip(model, optimizer, wire_dtype=torch.bfloat16)", bf16, (0.1, 0.4, 1.5)),
+            way('gg.gossip(model, optimizer, mode="sync")', sync, (0.0, 0.4, 1.1)),
+            way(with_momentum, momentum, (0.0, 0.0, 0.4)),
+            way(sparse, Merged(), (0.4, None, None), rate=warm_up),
         ]
-    if optimizer == "adam":
-        adamw = "gg.GossipAdamW, and gg.gossip(model, optimizer, "
-        return [
-            *shared,
-            Candidate(
-                settings="gg.gossip(model, optimizer)",
-                strategy=Gossip(),
-                losses=(1.7, 1.7, None),
-                rate="up to sqrt(ranks) times that of all-reduce: --lr-rule sqrt",
-            ),
-            Candidate(
-                settings=f'{adamw}mode="sync", payload="weights+momentum")',
-                strategy=Gossip(
-                    name="gossip, sync, momentum", mode="sync", state_every=1, state_copies=1
-                ),
-                losses=(0.6, 0.6, None),
-                rate="that of all-reduce",
-            ),
-            Candidate(
-                settings=f'{adamw}mode="sync", payload="weights+momentum", exchanges=2)',
-                strategy=Gossip(
-                    name="gossip, sync, momentum, two exchanges",
-                    mode="sync",
-                    state_every=1,
-                    state_copies=1,
-                    exchanges=2,
-                ),
-                losses=(0.2, 0.2, None),
-                rate="that of all-reduce",
-            ),
-            Candidate(
-                settings="gg.sparsify(model, optimizer, density=0.01)",
-                strategy=Merged(),
-                losses=(None, None, None),
-                rate="that of all-reduce, with the default warm-up of the density",
-            ),
-        ]
-    raise ValueError(f"optimizer is {optimizer!r}: accuracy is known of 'sgd' and of 'adam'")
+    adamw = (
+        'gg.GossipAdamW, and gg.gossip(model, optimizer, mode="sync", payload="weights+momentum"'
+    )
+    up_to = "up to sqrt(ranks) times that of all-reduce: --lr-rule sqrt"
+    equal = "that of all-reduce"
+    twice = replace(momentum, name="gossip, sync, momentum, two exchanges", exchanges=2)
+    return [
+        *shared,
+        way("gg.gossip(model, optimizer)", Gossip(), (1.7, 1.7, None), rate=up_to),
+        way(f"{adamw})", momentum, (0.6, 0.6, None), rate=equal),
+        way(f"{adamw}, exchanges=2)", twice, (0.2, 0.2, None), rate=equal),
+        way(sparse, Merged(), unknown, rate=warm_up),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A candidate with what is predicted of it.
+    """A candidate with its prediction.
 
     Attributes:
-        settings: What to write.
+        settings: The code.
         loss: Points of accuracy below all-reduce after equal epochs; None: not measured.
         rate: How to set the learning rate.
         prediction: Of its steps.
@@ -171,13 +124,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to use, and why.
+    """A recommendation, with the reasons.
 
     Attributes:
         best: The recommended choice.
         second: The next best; None if nothing else loses as little.
         choices: All that were compared, the fastest first.
-        reasons: Why, a sentence each.
+        reasons: A sentence each.
     """
 
     best: Choice
@@ -222,14 +175,14 @@ def advise(
     Args:
         model: The model, or a profile of it.
         optimizer: The optimizer, or `"sgd"` or `"adam"` with a profile.
-        batch: With a model: what a step of one rank takes.
+        batch: With a model: the tensors of one rank's step.
         loss: With a model: called as `loss(model, *batch)`; returns a scalar.
-        network: What messages cost; None: measured.
+        network: Cost of messages; None: measured.
         world_size: How many ranks there will be; None: as many as there are.
         most_loss: Points of accuracy below all-reduce, after equal epochs, that are accepted.
         workers: Jitter and stragglers; None: a jitter of 0.1.
         process_group: The ranks between which a network is measured; None: all.
-        compared: What to choose among; None: `candidates` of the optimizer.
+        compared: The candidates; None: `candidates` of the optimizer.
 
     Returns:
         The advice.
@@ -328,7 +281,7 @@ def _record(
     if isinstance(optimizer, str) or loss is None:
         raise ValueError(
             "a model is recorded by real steps: give its optimizer, a batch and a loss that is "
-            "called as loss(model, *batch), or give a Profile in its place"
+            "called as loss(model, *batch), or give a Profile instead of the model"
         )
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     try:

@@ -1,11 +1,11 @@
-"""Costs that follow from what was measured, with no rate that the messages do not bear out."""
+"""Costs fitted to measurements, with no rate that the messages do not show."""
 
 from collections.abc import Sequence
 from statistics import median
 
 from gossipgrad.planning import AffineCost
 
-__all__ = ["OUTWEIGHS", "fit_exchange", "fit_pair", "fit_ring", "moved", "tells"]
+__all__ = ["OUTWEIGHS", "fit_exchange", "fit_pair", "fit_ring", "shows_rate"]
 
 OUTWEIGHS = 5
 """Start-ups in the largest message: its rate is then at most a quarter above what it reached."""
@@ -13,8 +13,8 @@ OUTWEIGHS = 5
 Points = Sequence[tuple[int, float]]
 
 
-def tells(points: Points) -> bool:
-    """Whether the largest message takes so many start-ups that its bytes tell a rate.
+def shows_rate(points: Points) -> bool:
+    """Whether the largest message takes so many start-ups that a rate follows from its bytes.
 
     Args:
         points: Bytes and seconds of messages, of two sizes or more.
@@ -26,7 +26,7 @@ def tells(points: Points) -> bool:
 def fit_exchange(points: Points, ring: Points, world_size: int) -> AffineCost:
     """The cost of an exchange, by its times and those of ring all-reduces.
 
-    Where the exchanges do not tell a rate, it is not above the best that a message of either kind
+    Where the exchanges show no rate, it is not above the best that a message of either kind
     reached, start-ups included.
 
     Args:
@@ -34,15 +34,15 @@ def fit_exchange(points: Points, ring: Points, world_size: int) -> AffineCost:
         ring: Bytes and seconds of all-reduces.
         world_size: Ranks in the ring.
     """
-    if tells(points):
+    if shows_rate(points):
         return _bounded(points)
     size, seconds = _largest(points)
     return _bounded(points, min(seconds / size, _reached_by_ring(ring, world_size)))
 
 
 def fit_pair(points: Points, usual: AffineCost) -> AffineCost:
-    """The cost of an exchange of one pair: where it tells no rate, none above that of `usual`."""
-    return _bounded(points, 0.0 if tells(points) else usual.beta_seconds_per_byte)
+    """The cost of an exchange of one pair: where it shows no rate, none above that of `usual`."""
+    return _bounded(points, 0.0 if shows_rate(points) else usual.beta_seconds_per_byte)
 
 
 def fit_ring(points: Points, world_size: int, exchange: AffineCost) -> AffineCost:
@@ -50,7 +50,7 @@ def fit_ring(points: Points, world_size: int, exchange: AffineCost) -> AffineCos
 
     A hop takes no less for a byte than an exchange, unless rings reached that with their start-ups
     included: many start-ups differ by more than the bytes of small tensors take. Where the rings do
-    not tell a rate, it is that of exchanges.
+    not show a rate, it is that of exchanges.
 
     Args:
         points: Bytes and seconds of all-reduces.
@@ -58,11 +58,11 @@ def fit_ring(points: Points, world_size: int, exchange: AffineCost) -> AffineCos
         exchange: The cost of an exchange.
     """
     least = min(exchange.beta_seconds_per_byte, _reached_by_ring(points, world_size))
-    least *= moved(world_size)
-    return _bounded(points, least) if tells(points) else _with_rate(points, least)
+    least *= _sent_per_byte(world_size)
+    return _bounded(points, least) if shows_rate(points) else _with_rate(points, least)
 
 
-def moved(world_size: int) -> float:
+def _sent_per_byte(world_size: int) -> float:
     """Bytes that each rank of a ring sends for each byte that is reduced."""
     return 2 * (world_size - 1) / world_size
 
@@ -70,7 +70,7 @@ def moved(world_size: int) -> float:
 def _reached_by_ring(points: Points, world_size: int) -> float:
     """Seconds a byte of the largest all-reduce, start-ups included."""
     size, seconds = _largest(points)
-    return seconds / (moved(world_size) * size)
+    return seconds / (_sent_per_byte(world_size) * size)
 
 
 def _bounded(points: Points, least_seconds_per_byte: float = 0.0) -> AffineCost:

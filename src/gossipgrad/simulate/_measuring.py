@@ -16,20 +16,22 @@ from gossipgrad.comm import Channel, Group, Outcome
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import complete
 
-from ._fitting import tells
+from ._fitting import shows_rate
 
 __all__ = ["Exchanges", "Measured", "measure_all_reduce", "measure_memory"]
 
-_MEMORY_BYTES = 32 << 20  # past any cache of a core
+_MEMORY_BYTES = 32 << 20  # larger than any cache of a core
 _MEMORY_REPEATS = 5
 _FIRST_CHAIN, _LONGEST_CHAIN = 3, 16
 _CHAINS = 3
 _FIRST_PARTNERS = 2
 _SHARE_OF_FIRST = 0.6  # of the time, where there are others
 
+Points = list[tuple[int, float]]
+
 
 class _Chains(NamedTuple):
-    """How many chains, and of how many exchanges; no chains where not one exchange fits."""
+    """How many chains, and of how many messages; no chains where there is no time for one."""
 
     count: int
     length: int
@@ -37,7 +39,7 @@ class _Chains(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One figure: what was measured, with how many bytes, and the median of its seconds.
+    """One figure: the median time of a message between some ranks.
 
     Attributes:
         what: `"exchange"` or `"all_reduce"`.
@@ -53,7 +55,7 @@ class Measured:
 
 
 class Exchanges:
-    """Chains of exchanges with one partner after another; rounds count on for all of them."""
+    """Chains of exchanges with one partner after another, in rounds of one sequence."""
 
     def __init__(self, group: Group, channel: Channel, timeout_seconds: float) -> None:
         self._group = group
@@ -61,76 +63,81 @@ class Exchanges:
         self._timeout_seconds = timeout_seconds
         self._flats = [torch.zeros(part.numel, dtype=part.dtype) for part in channel.plan]
         self._round = 0
-        self._found: list[Measured] = []
-        self._usual: list[tuple[int, float]] = []  # of the pairs at each size: the median
-        self._slowest: list[tuple[int, float]] = []  # and the longest
 
     def measure(self, sizes_bytes: tuple[int, ...], budget_seconds: float) -> list[Measured]:
         """The median of a few chains for partners and sizes, as long as there is time.
 
-        First all sizes with a few partners, past their share of the time if no size tells a rate
-        before. Each further partner then gets the smallest size and the largest that tells a rate
+        First all sizes with a few partners, longer than their share of the time until a size shows
+        a rate. Each further partner then gets the smallest size and the largest that shows a rate
         and for which there is time with all of them.
         """
-        schedule = complete(self._group.world_size, rotate=False)
-        met = [schedule.peers(n, self._group.rank).send_to for n in range(schedule.period)]
-        first, others = met[:_FIRST_PARTNERS], met[_FIRST_PARTNERS:]
+        group, found = self._group, list[Measured]()
+        schedule = complete(group.world_size, rotate=False)
+        partners = [schedule.peers(n, group.rank).send_to for n in range(schedule.period)]
+        first, others = partners[:_FIRST_PARTNERS], partners[_FIRST_PARTNERS:]
         start = time.perf_counter()
         deadline = start + budget_seconds
         until = start + budget_seconds * (_SHARE_OF_FIRST if others else 1.0)
-        self._found, self._usual, self._slowest = [], [], []
-        for place, size in enumerate(sizes_bytes):
-            enough = place >= 2 and tells(self._usual)
-            left = self._left(until if enough else deadline) / len(first)
-            expected = _expected(self._slowest, size)
-            chains = _fitting(expected, left)
-            late = expected is not None and expected > self._timeout_seconds / 2
-            if place >= 2 and (late or chains.count == 0):
+        usual, slowest = Points(), Points()  # of the pairs at each size
+        for index, size in enumerate(sizes_bytes):
+            is_known = index >= 2 and shows_rate(usual)
+            left = _seconds_left(group, until if is_known else deadline) / len(first)
+            expected = _expected_seconds(slowest, size)
+            chains = _chains_within(expected, left)
+            is_late = expected is not None and expected > self._timeout_seconds / 2
+            if index >= 2 and (is_late or chains.count == 0):
                 break
-            seconds = [one for partner in first for one in self._meet(partner, place, size, chains)]
-            self._usual.append((size, median(seconds)))
-            self._slowest.append((size, max(seconds)))
-        self._meet_others(others, deadline)
-        return self._found
+            turns = [self._exchange_with(p, index, size, chains, found) for p in first]
+            seconds = [each for turn in turns for each in turn]
+            usual.append((size, median(seconds)))
+            slowest.append((size, max(seconds)))
+        self._measure_others(others, deadline, usual, slowest, found)
+        return found
 
-    def _meet_others(self, partners: list[int | None], deadline: float) -> None:
+    def _measure_others(
+        self,
+        partners: list[int | None],
+        deadline: float,
+        usual: Points,
+        slowest: Points,
+        found: list[Measured],
+    ) -> None:
         if not partners:
             return
-        long_enough = [n for n in range(1, len(self._usual)) if tells(self._usual[: n + 1])]
-        left = self._left(deadline) / len(partners)
-        fitting = [n for n in long_enough if self._slowest[n][1] * _CHAINS <= left]
-        largest = max(fitting, default=min(long_enough, default=len(self._usual) - 1))
+        long_enough = [n for n in range(1, len(usual)) if shows_rate(usual[: n + 1])]
+        left = _seconds_left(self._group, deadline) / len(partners)
+        affordable = [n for n in long_enough if slowest[n][1] * _CHAINS <= left]
+        largest = max(affordable, default=min(long_enough, default=len(usual) - 1))
         for turn, partner in enumerate(partners):
-            left = self._left(deadline)
+            left = _seconds_left(self._group, deadline)
             if left <= 0:
                 return
-            for place in (0, largest):
-                size, expected = self._slowest[place]
-                self._meet(partner, place, size, _fitting(expected, left / (len(partners) - turn)))
+            for index in (0, largest):
+                size, expected = slowest[index]
+                chains = _chains_within(expected, left / (len(partners) - turn))
+                self._exchange_with(partner, index, size, chains, found)
 
-    def _left(self, until: float) -> float:
-        """Seconds until then, the same on all ranks."""
-        return max(self._group.all_gather_object(until - time.perf_counter()))
+    def _exchange_with(
+        self, partner: int | None, index: int, size: int, chains: _Chains, found: list[Measured]
+    ) -> list[float]:
+        """One size between all pairs at once; the seconds of an exchange, of ranks with a partner.
 
-    def _meet(self, partner: int | None, place: int, size: int, chains: _Chains) -> list[float]:
-        """One turn of all ranks at one size: what an exchange took each that had a partner."""
+        Rounds are counted alike on all ranks.
+        """
         count, length = max(1, chains.count), max(1, chains.length)
         mine = None
         if partner is None:
-            self._round += count * (1 + length)  # rounds count alike on all ranks
+            self._round += count * (1 + length)
         else:
-            mine = median(self._chain(partner, place + 1, length) for _ in range(count))
+            mine = median(self._chain(partner, index + 1, length) for _ in range(count))
             pair = min(partner, self._group.rank), max(partner, self._group.rank)
-            self._found.append(Measured("exchange", pair, size, mine))
-        return [one for one in self._group.all_gather_object(mine) if one is not None]
+            found.append(Measured("exchange", pair, size, mine))
+        return [each for each in self._group.all_gather_object(mine) if each is not None]
 
     def _chain(self, partner: int, bucket: int, length: int) -> float:
-        """Seconds of one exchange in a chain, after a short one in which the two meet."""
+        """Seconds of one exchange in a chain, after a short one that synchronizes the two."""
         self._exchange(partner, 0)
-        start = time.perf_counter()
-        for _ in range(length):
-            self._exchange(partner, bucket)
-        return (time.perf_counter() - start) / length
+        return _seconds_each(lambda: self._exchange(partner, bucket), length)
 
     def _exchange(self, partner: int, bucket: int) -> None:
         exchange = self._channel.post(
@@ -156,64 +163,36 @@ def measure_all_reduce(
     prefix = dist.PrefixStore(f"probe/{group.broadcast_object(secrets.token_hex(8))}", group.store)
     # Rings of tens of seconds are ordinary on slow links: the timeout is for one of their hops.
     timeout = timedelta(seconds=timeout_seconds * group.world_size)
-    found: list[Measured] = []
-    everyone = tuple(range(group.world_size))
+    ranks, found, slowest = tuple(range(group.world_size)), list[Measured](), Points()
     deadline = time.perf_counter() + budget_seconds
     try:
         gloo: Any = dist.ProcessGroupGloo(prefix, group.rank, group.world_size, timeout)
-        flat = torch.zeros(sizes_bytes[0] // 4)
-        gloo.allreduce([flat]).wait()  # makes connections
-        start = time.perf_counter()
-        gloo.allreduce([flat]).wait()
-        first = max(group.all_gather_object(time.perf_counter() - start))
-        slowest: list[tuple[int, float]] = []
-        for place, size in enumerate(sizes_bytes):
-            left = max(group.all_gather_object(deadline - time.perf_counter()))
-            chains = _fitting(_expected(slowest, size) if slowest else first, left)
-            if place >= 2 and chains.count == 0:
+
+        def reduce(flat: torch.Tensor) -> None:
+            gloo.allreduce([flat]).wait()
+
+        smallest = torch.zeros(sizes_bytes[0] // 4)
+        reduce(smallest)  # makes connections
+        first = max(group.all_gather_object(_seconds_each(lambda: reduce(smallest))))
+        for index, size in enumerate(sizes_bytes):
+            expected = _expected_seconds(slowest, size) if slowest else first
+            chains = _chains_within(expected, _seconds_left(group, deadline))
+            if index >= 2 and chains.count == 0:
                 break
-            length = max(1, chains.length)
-            flat = torch.zeros(size // 4)
-            times = []
+            flat, times = torch.zeros(size // 4), []
             for _ in range(max(1, chains.count)):
-                gloo.allreduce([torch.zeros(1)]).wait()
-                start = time.perf_counter()
-                for _ in range(length):
-                    gloo.allreduce([flat]).wait()
-                times.append((time.perf_counter() - start) / length)
+                reduce(torch.zeros(1))  # synchronizes the ranks
+                times.append(_seconds_each(lambda flat=flat: reduce(flat), max(1, chains.length)))
             seconds = median(group.all_gather_object(median(times)))
-            found.append(Measured("all_reduce", everyone, size, seconds))
+            found.append(Measured("all_reduce", ranks, size, seconds))
             slowest.append((size, seconds))
     except RuntimeError as error:
         if isinstance(error, GossipError):
             raise
         raise GossipError(
-            f"an all-reduce did not come about: a rank is late, has died or left "
-            f"({first_line(error)})"
+            f"an all-reduce failed: a rank is late, has died or left ({first_line(error)})"
         ) from error
     return found
-
-
-def _expected(slowest: list[tuple[int, float]], size_bytes: int) -> float | None:
-    """What the next size will take, by the line through the last two; None before any."""
-    if not slowest:
-        return None
-    (earlier, before), (latest, seconds) = (
-        slowest[-2] if len(slowest) > 1 else (0, 0.0),
-        slowest[-1],
-    )
-    slope = max(0.0, (seconds - before) / (latest - earlier))
-    return seconds + slope * (size_bytes - latest)
-
-
-def _fitting(expected_seconds: float | None, left_seconds: float) -> _Chains:
-    """Chains for which a quarter of the time is enough; where it is short, fewer of one link."""
-    if expected_seconds is None:
-        return _Chains(_CHAINS, _FIRST_CHAIN)
-    expected_seconds = max(expected_seconds, 1e-6)
-    count = min(_CHAINS, max(0, int(left_seconds / expected_seconds)))
-    length = int(left_seconds / 4 / _CHAINS / expected_seconds)
-    return _Chains(count, max(1, min(_LONGEST_CHAIN, length)))
 
 
 def measure_memory() -> tuple[float, float]:
@@ -228,18 +207,38 @@ def measure_memory() -> tuple[float, float]:
         torch.dot(delta, delta)
         torch._foreach_add_([live], [delta], alpha=0.5)
 
-    # In turns: what else the machine does meanwhile counts for both alike.
-    copying, mixing = _seconds(copy, mix)
-    return copying / _MEMORY_BYTES, mixing / _MEMORY_BYTES
+    # In turns: other work of the machine slows both alike.
+    times = [(_seconds_each(copy), _seconds_each(mix)) for _ in range(_MEMORY_REPEATS + 1)]
+    copying, mixing = (median(column) / _MEMORY_BYTES for column in zip(*times[1:], strict=True))
+    return copying, mixing
 
 
-def _seconds(*works: Callable[[], None]) -> list[float]:
-    times = []
-    for _ in range(_MEMORY_REPEATS + 1):
-        row = []
-        for work in works:
-            start = time.perf_counter()
-            work()
-            row.append(time.perf_counter() - start)
-        times.append(row)
-    return [median(column) for column in zip(*times[1:], strict=True)]
+def _seconds_each(work: Callable[[], None], count: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - start) / count
+
+
+def _seconds_left(group: Group, until: float) -> float:
+    """The same on all ranks."""
+    return max(group.all_gather_object(until - time.perf_counter()))
+
+
+def _expected_seconds(slowest: Points, size_bytes: int) -> float | None:
+    """Of the next size, by the line through the last two; None before any."""
+    if not slowest:
+        return None
+    (earlier, before), (latest, seconds) = ((0, 0.0), *slowest)[-2:]
+    slope = max(0.0, (seconds - before) / (latest - earlier))
+    return seconds + slope * (size_bytes - latest)
+
+
+def _chains_within(expected_seconds: float | None, left_seconds: float) -> _Chains:
+    """Chains that take a quarter of the time; where it is short, fewer of one message."""
+    if expected_seconds is None:
+        return _Chains(_CHAINS, _FIRST_CHAIN)
+    expected_seconds = max(expected_seconds, 1e-6)
+    count = min(_CHAINS, max(0, int(left_seconds / expected_seconds)))
+    length = int(left_seconds / 4 / _CHAINS / expected_seconds)
+    return _Chains(count, max(1, min(_LONGEST_CHAIN, length)))

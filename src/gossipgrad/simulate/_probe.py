@@ -12,8 +12,8 @@ import torch
 from gossipgrad.comm import Channel, Group, Part, Transport, ZeroMQTransport
 from gossipgrad.planning import AffineCost, PiecewiseCost
 
-from ._fitting import OUTWEIGHS, fit_exchange, fit_pair, fit_ring, tells
-from ._measuring import Exchanges, Measured, measure_all_reduce, measure_memory
+from ._fitting import OUTWEIGHS, fit_exchange, fit_pair, fit_ring, shows_rate
+from ._measuring import Exchanges, Measured, Points, measure_all_reduce, measure_memory
 from ._network import Network
 
 __all__ = ["SIZES_BYTES", "Probe", "check_sizes", "probe"]
@@ -22,7 +22,7 @@ SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the messages that `probe` sends, by default."""
 
 _NOISE, _MOST_NOISE = 0.1, 0.5
-_DEVIATIONS = 4.5  # median absolute ones: three standard deviations of what is normal
+_DEVIATIONS = 4.5  # median absolute ones: three standard deviations of a normal distribution
 _NAMES = {"exchange": "exchanges", "all_reduce": "all-reduces"}
 _INSTEAD = {
     "exchange": "is taken to be no more than any message reached",
@@ -31,23 +31,19 @@ _INSTEAD = {
 _SHARE_OF_EXCHANGES = 0.6  # of the time, all-reduce gets the rest
 
 
-Points = list[tuple[int, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `probe` found, the same on all ranks.
+    """The result of `probe`, the same on all ranks.
 
     Attributes:
-        network: The costs fitted to it. Pairs within a tenth of the usual one, or within what
-            pairs differ among each other, are taken to be like it; only others are among its
-            `links`.
+        network: The fitted costs. Pairs within a tenth of the usual one, or within the spread of
+            all pairs, are taken to be like it; only others are among its `links`.
         pairs: Cost of each pair that was measured.
         all_reduce: Cost of an all-reduce over all ranks, as one line.
-        measured: The figures behind them.
+        measured: The figures that were fitted.
         untold: Of `"exchange"` and `"all_reduce"` those whose largest message was not much longer
             than its start-up, so that no rate follows from it. Exchanges then have no rate
-            above what a message reached, hops of all-reduce that of exchanges.
+            above that of any message, hops of all-reduce that of exchanges.
         left_out: Of either the sizes for which there was no time.
     """
 
@@ -59,7 +55,7 @@ class Probe:
     left_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What `Network.from_json` reads, and the figures beside it."""
+        """The network as `Network.from_json` reads it, and the figures beside it."""
         return self.network.to_json() | {
             "measured": [
                 [one.what, list(one.ranks), one.size_bytes, one.seconds] for one in self.measured
@@ -69,21 +65,21 @@ class Probe:
         }
 
     def doubts(self) -> list[str]:
-        """What the figures do not tell, a sentence each, and how to learn it."""
-        said = []
+        """A sentence on each thing that the figures do not show, and how to learn it."""
+        doubts = []
         for what, name in _NAMES.items():
             sizes = self.left_out.get(what, ())
             listed = ", ".join(f"{size:,}" for size in sizes)
             if what in self.untold:
                 longest = max(one.size_bytes for one in self.measured if one.what == what)
-                said.append(
+                more = f"more time ({listed} bytes were left out)" if sizes else "larger sizes"
+                doubts.append(
                     f"{name} of up to {longest:,} bytes take less than {OUTWEIGHS} times their "
-                    f"start-up and tell no rate, which {_INSTEAD[what]}: give "
-                    + (f"more time ({listed} bytes were left out)" if sizes else "larger sizes")
+                    f"start-up and show no rate, which {_INSTEAD[what]}: give {more}"
                 )
             elif sizes:
-                said.append(f"there was no time for {name} of {listed} bytes")
-        return said
+                doubts.append(f"there was no time for {name} of {listed} bytes")
+        return doubts
 
 
 def probe(
@@ -94,16 +90,16 @@ def probe(
     timeout_seconds: float = 30.0,
     transport: Callable[[Group], Transport] = ZeroMQTransport,
 ) -> Probe:
-    """Measures what exchanges and all-reduces cost between the workers of a group.
+    """Measures the cost of exchanges and all-reduces between the workers of a group.
 
     A collective: all ranks call it alike. Pairs exchange equal messages as gossip does, all
     disjoint pairs at once: all sizes with two partners, then the smallest and a large one with
-    others, until all have met or 0.6 of the time is over. The rest goes to ring all-reduces over
-    Gloo. Each figure is the median of a few chains, in which an exchange begins when the one before
-    it has come. Nothing of torch's default group is touched.
+    others, until all pairs are measured or 0.6 of the time is over. The rest goes to ring
+    all-reduces over Gloo. Each figure is the median of a few chains, in which an exchange begins
+    when the one before it has arrived. torch's default group is not used.
 
-    Where time is short, large messages are left out. Where those that were sent are then too short
-    to tell a rate from, rank 0 warns, and the costs have no rate above what a message reached.
+    Where time is short, large messages are left out. Where the others are too short to show a
+    rate, rank 0 warns, and the costs have no rate above that of any message.
 
     When a worker is late by `timeout_seconds` or dies, this raises on the others, and so does
     every later collective of `group`.
@@ -128,7 +124,7 @@ def probe(
     except BaseException:
         group.close()  # the others must not wait for this one
         raise
-    # Rings of many ranks are mostly start-up whatever the size: exchanges tell their rate as well.
+    # Rings of many ranks are mostly start-up whatever the size: exchanges show their rate as well.
     lacking = "exchange" in found.untold or any(found.left_out[what] for what in found.untold)
     if lacking and group.rank == 0:
         warnings.warn(f"the network is not fully known: {'; '.join(found.doubts())}", stacklevel=2)
@@ -153,36 +149,22 @@ def _probe(
     reduces = measure_all_reduce(
         group, sizes_bytes, budget_seconds * (1 - _SHARE_OF_EXCHANGES), timeout_seconds
     )
-    copying, mixing = measure_memory()
-    everywhere = group.all_gather_object(
-        [[[one.what, one.ranks, one.size_bytes, one.seconds] for one in measured], copying, mixing]
-    )
-    found = [Measured(w, tuple(r), n, s) for each, *_ in everywhere for w, r, n, s in each]
-    return _fitted(
-        group.world_size,
-        sizes_bytes,
-        _merged(found) + reduces,
-        snapshot_seconds_per_byte=median(each[1] for each in everywhere),
-        mix_seconds_per_byte=median(each[2] for each in everywhere),
-    )
-
-
-def _merged(found: list[Measured]) -> list[Measured]:
-    """One figure a pair and size, of the two that its ends have."""
-    ends: dict[tuple[tuple[int, ...], int], list[float]] = {}
-    for one in found:
-        ends.setdefault((one.ranks, one.size_bytes), []).append(one.seconds)
-    return [
+    figures = [(one.ranks, one.size_bytes, one.seconds) for one in measured]
+    gathered, *memory = zip(*group.all_gather_object([figures, *measure_memory()]), strict=True)
+    ends: dict[tuple[tuple[int, ...], int], list[float]] = {}  # both ends measure a pair
+    for pair, size, seconds in (figure for figures in gathered for figure in figures):
+        ends.setdefault((tuple(pair), size), []).append(seconds)
+    pairs = [
         Measured("exchange", pair, size, sum(seconds) / len(seconds))
         for (pair, size), seconds in sorted(ends.items())
     ]
+    return _fitted(group.world_size, sizes_bytes, pairs + reduces, *map(median, memory))
 
 
 def _fitted(
     world_size: int,
     sizes_bytes: tuple[int, ...],
     measured: list[Measured],
-    *,
     snapshot_seconds_per_byte: float,
     mix_seconds_per_byte: float,
 ) -> Probe:
@@ -212,7 +194,7 @@ def _fitted(
         pairs,
         all_reduce,
         tuple(measured),
-        untold=tuple(what for what, of_kind in points.items() if not tells(of_kind)),
+        untold=tuple(what for what, of_kind in points.items() if not shows_rate(of_kind)),
         left_out={
             what: tuple(size for size in sizes_bytes if size not in dict(of_kind))
             for what, of_kind in points.items()
@@ -229,18 +211,18 @@ def _usual(exchanges: list[Measured]) -> Points:
 
 
 def _unlike(by_pair: dict[tuple[int, int], Points], usual: Points) -> list[tuple[int, int]]:
-    """Pairs of another kind of link, by their largest message if it tells; the rest is noise."""
-    telling = {size for n, (size, _) in enumerate(usual) if n and tells(usual[: n + 1])}
-    off: dict[int, dict[tuple[int, int], float]] = {}
+    """Pairs with another kind of link, by their largest message if it shows a rate."""
+    showing = {size for n, (size, _) in enumerate(usual) if n and shows_rate(usual[: n + 1])}
+    deviations: dict[int, dict[tuple[int, int], float]] = {}
     for pair, of_pair in by_pair.items():
         size, seconds = max(of_pair)
-        if size in telling:
-            off.setdefault(size, {})[pair] = abs(seconds / dict(usual)[size] - 1)
+        if size in showing:
+            deviations.setdefault(size, {})[pair] = abs(seconds / dict(usual)[size] - 1)
     found = set()
-    for by_one in off.values():
-        # Where pairs differ much among each other, as on busy hosts, a tenth tells nothing.
-        noise = min(_MOST_NOISE, max(_NOISE, _DEVIATIONS * median(by_one.values())))
-        found |= {pair for pair, apart in by_one.items() if apart > noise}
+    for of_size in deviations.values():
+        # Where pairs differ much among each other, as on busy hosts, a tenth is noise.
+        noise = min(_MOST_NOISE, max(_NOISE, _DEVIATIONS * median(of_size.values())))
+        found |= {pair for pair, deviation in of_size.items() if deviation > noise}
     return [pair for pair in by_pair if pair in found]
 
 
@@ -260,7 +242,7 @@ def _check(
 
 
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
-    """Raise unless messages of these sizes can be sent and a cost be fitted to them."""
+    """Raises unless messages of these sizes can be sent and a cost be fitted to them."""
     if len(sizes_bytes) < 2 or list(sizes_bytes) != sorted(set(sizes_bytes)):
         raise ValueError(f"sizes {sizes_bytes} must rise, and be two or more")
     if any(size < 4 or size % 4 for size in sizes_bytes):

@@ -1,47 +1,49 @@
-"""The charts of one run or of several, and the tables behind them."""
+"""The charts of one run or of several: curves, and the tables behind them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
-from ._curves import (
-    Curves,
-    Point,
-    agreed_on,
-    by_rank,
-    exposed_share,
-    group_size,
-    mean_of,
-    range_of,
-    thin,
-    value_of,
-)
-from ._format import number, percent
-from ._runs import Run
+from ._format import is_number, number, percent
+from ._html import Drawing
+from ._runs import Record, Run
 
+_MAX_POINTS = 500
 _MAX_TABLE_ROWS = 40
 _MAX_TABLE_RANKS = 8
-# More thin lines than this are a carpet: the range they fill is drawn instead.
+# More thin lines than this cannot be told apart: the range that they fill is drawn instead.
 _MAX_LINES = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
-    """One curve: a rank's own, the mean of all, their range, or points measured exactly.
+class Point(NamedTuple):
+    """A value, its x, and the seconds since the start if known."""
+
+    x: float
+    y: float
+    seconds: float | None
+
+
+Curves = dict[int, list[Point]]
+
+
+class Series(NamedTuple):
+    """One curve.
 
     Attributes:
-        label: What it is, in words.
-        role: How it is drawn.
-        points: Where it goes through; the lower edge of a range.
+        label: Its name.
+        role: How it is drawn: a rank's own, the mean of all, points measured exactly, or the range
+            of all ranks.
+        points: Of the curve; the lower edge of a range.
+        run: Index of its run; None if there is one run.
         upper: The upper edge of a range, as many values as points.
-        run: Which of several runs it is of; None if there is one.
     """
 
     label: str
     role: Literal["rank", "mean", "exact", "range"]
     points: list[Point]
-    upper: list[float] = field(default_factory=list)
     run: int | None = None
+    upper: Sequence[float] = ()
 
     def payload(self) -> dict[str, Any]:
         """The series as the page's script takes it, six significant digits a value."""
@@ -51,196 +53,178 @@ class Series:
         return {"label": self.label, "role": self.role, "run": self.run, "points": points}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """Curves over a common x, and how their values are written."""
+def charts(runs: list[Run]) -> list[Drawing]:
+    """The curves that the runs have values for: all ranks of one, or the means of several."""
+    drawn = [
+        _lines_chart(
+            runs,
+            lambda run: _by_rank(run.steps, "step", "loss"),
+            key="loss",
+            title="Training loss",
+            alone="Each worker's loss on its own batches ({lines}) and the mean (bold).",
+            several="Mean over the workers of the loss on their own batches.",
+        ),
+        _accuracy(runs),
+        _consensus(runs),
+        _chart(
+            "disagreement",
+            "Disagreement",
+            "How far the replicas' predictions for the same test samples are apart, after each "
+            "epoch: the Jensen-Shannon distance (square root of nats), mean over the samples.",
+            _exact(runs, "disagreement", alone="all replicas"),
+        ),
+        _lines_chart(
+            runs,
+            _exposed_share,
+            key="exposed",
+            title="Exposed share",
+            alone="Of the time in steps, what communication held up; less is better.",
+            y_format="percent",
+        ),
+        _lines_chart(
+            runs,
+            lambda run: _by_rank(run.epochs, "epoch", "samples_per_second"),
+            key="throughput",
+            title="Samples per second",
+            alone="Of each worker ({lines}) and the mean (bold), evaluations left out.",
+            several="Mean over the workers, in each epoch, evaluations left out.",
+            x_label="epoch",
+        ),
+        _widths(runs),
+    ]
+    return [chart for chart in drawn if chart is not None]
 
-    id: str
-    title: str
-    description: str
-    x_label: str
-    y_format: Literal["number", "percent"]
-    series: list[Series]
 
-    def payload(self) -> dict[str, Any]:
-        """The chart as the page's script takes it."""
-        return {
-            "id": self.id,
-            "xLabel": self.x_label,
-            "yFormat": self.y_format,
-            "series": [series.payload() for series in self.series],
-        }
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Head and rows with the same values, but no more than a reader would go through."""
-        lines = [series for series in self.series if series.role != "range"]
-        shown = [series for series in lines if series.role != "rank"]
-        if len(lines) - len(shown) <= _MAX_TABLE_RANKS:
-            shown = lines
-        write = percent if self.y_format == "percent" else number
-        columns = [{point.x: point.y for point in series.points} for series in shown]
-        kept = sorted({x for series in shown if series.role != "rank" for x in _spread(series)})
-        head = [self.x_label.capitalize(), *(series.label for series in shown)]
-        return head, [
+def _chart(
+    key: str,
+    title: str,
+    description: str,
+    series: list[Series],
+    *,
+    x_label: str = "step",
+    y_format: Literal["number", "percent"] = "number",
+) -> Drawing | None:
+    """A chart with its table, which has no more rows and columns than a reader can use."""
+    if not series:
+        return None
+    lines = [each for each in series if each.role != "range"]
+    shown = [each for each in lines if each.role != "rank"]
+    if len(lines) - len(shown) <= _MAX_TABLE_RANKS:
+        shown = lines
+    write = percent if y_format == "percent" else number
+    columns = [{point.x: point.y for point in each.points} for each in shown]
+    kept = sorted({x for each in shown if each.role != "rank" for x in _spread(each)})
+    payload = {
+        "id": key,
+        "xLabel": x_label,
+        "yFormat": y_format,
+        "series": [each.payload() for each in series],
+    }
+    return Drawing(
+        title=title,
+        description=description,
+        payload=payload,
+        head=[x_label.capitalize(), *(each.label for each in shown)],
+        rows=[
             [number(x), *(write(column[x]) if x in column else "" for column in columns)]
             for x in kept
-        ]
-
-
-def charts(runs: list[Run]) -> list[Chart]:
-    """The curves that the runs have values for: all ranks of one, or the means of several."""
-    drawn = [_loss(runs), _accuracy(runs), _consensus(runs), _disagreement(runs), _exposed(runs)]
-    return [chart for chart in (*drawn, _throughput(runs), _widths(runs)) if chart.series]
-
-
-def _loss(runs: list[Run]) -> Chart:
-    series, thinned = _lines(runs, lambda run: by_rank(run.steps, "step", value_of("loss")))
-    what = "Mean over the workers of the loss on their own batches."
-    if len(runs) == 1:
-        what = f"Each worker's loss on its own batches ({_lines_are(runs)}) and the mean (bold)."
-    return Chart(
-        id="loss",
-        title="Training loss",
-        description=what + thinned,
-        x_label="step",
-        y_format="number",
-        series=series,
+        ],
     )
 
 
-def _accuracy(runs: list[Run]) -> Chart:
+def _lines_chart(
+    runs: list[Run],
+    curves_of: Callable[[Run], Curves],
+    *,
+    key: str,
+    title: str,
+    alone: str,
+    several: str | None = None,
+    x_label: str = "step",
+    y_format: Literal["number", "percent"] = "number",
+) -> Drawing | None:
+    """A curve a rank and their mean, or the mean of each run; `{lines}` says how ranks look."""
+    series, thinned = _lines(runs, curves_of)
+    text = alone.format(lines=_lines_are(runs)) if len(runs) == 1 else several or alone
+    return _chart(key, title, text + thinned, series, x_label=x_label, y_format=y_format)
+
+
+def _accuracy(runs: list[Run]) -> Drawing | None:
     series: list[Series] = []
-    whose = set()
+    is_average = set()
     for index, run in _numbered(runs):
-        curves = by_rank(run.epochs, "epoch", value_of("accuracy"))
-        agreed = agreed_on(curves)
-        whose.add(agreed is not None)
+        curves = _by_rank(run.epochs, "epoch", "accuracy")
+        agreed = _agreed_on(curves)
+        is_average.add(agreed is not None)
         if agreed is None:
             series += _of_run(run, index, curves, 1)
         elif agreed:
             label = "average of all replicas" if index is None else run.name
-            series.append(Series(label=label, role="exact", points=agreed, run=index))
+            series.append(Series(label, "exact", agreed, index))
     description = "Of the average of all replicas, after each epoch."
-    if whose == {False} and len(runs) == 1:
-        lines_are = _lines_are(runs)
-        description = f"After each epoch, as each worker found it ({lines_are}); the mean is bold."
-    elif False in whose:
+    if is_average == {False} and len(runs) == 1:
+        lines = _lines_are(runs)
+        description = f"After each epoch, as each worker found it ({lines}); the mean is bold."
+    elif False in is_average:
         description = (
             "After each epoch, of the average of all replicas or, where ranks kept different "
             "ones, the mean of what they found."
         )
-    return Chart(
-        id="accuracy",
-        title="Accuracy",
-        description=description,
-        x_label="epoch",
-        y_format="percent",
-        series=series,
-    )
+    return _chart("accuracy", "Accuracy", description, series, x_label="epoch", y_format="percent")
 
 
-def _consensus(runs: list[Run]) -> Chart:
-    estimate = value_of("consensus_distance_estimate")
-    series, thinned = _lines(runs, lambda run: by_rank(run.steps, "step", estimate))
-    is_estimated = bool(series)
-    for index, run in _numbered(runs):
-        curves = by_rank(run.epochs, "step", value_of("consensus_distance"))
-        exact = agreed_on(curves) or mean_of(curves)
-        label = "exact" if index is None else f"{run.name}, exact"
-        if exact:
-            series.append(Series(label=label, role="exact", points=exact, run=index))
-    what = "How far the replicas are from their mean: "
-    if not is_estimated:
-        what += "exact, after each epoch."
-    elif len(runs) == 1:
-        what += (
+def _consensus(runs: list[Run]) -> Drawing | None:
+    estimate = "consensus_distance_estimate"
+    series, thinned = _lines(runs, lambda run: _by_rank(run.steps, "step", estimate))
+    what = "exact, after each epoch."
+    if series and len(runs) > 1:
+        what = "estimated from exchanges (lines) and exact (dots)."
+    elif series:
+        what = (
             f"each worker's estimate from its exchanges ({_lines_are(runs)}), the mean of these "
             "(bold), and the exact distance (dots)."
         )
-    else:
-        what += "estimated from exchanges (lines) and exact (dots)."
-    return Chart(
-        id="consensus",
-        title="Consensus distance",
-        description=what + thinned,
-        x_label="step",
-        y_format="number",
-        series=series,
-    )
+    series += _exact(runs, "consensus_distance", alone="exact", several="{run}, exact")
+    description = f"How far the replicas are from their mean: {what}{thinned}"
+    return _chart("consensus", "Consensus distance", description, series)
 
 
-def _disagreement(runs: list[Run]) -> Chart:
-    series = []
-    for index, run in _numbered(runs):
-        curves = by_rank(run.epochs, "step", value_of("disagreement"))
-        if points := agreed_on(curves) or mean_of(curves):
-            label = "all replicas" if index is None else run.name
-            series.append(Series(label=label, role="exact", points=points, run=index))
-    return Chart(
-        id="disagreement",
-        title="Disagreement",
-        description="How far the replicas' predictions for the same test samples are apart, after "
-        "each epoch: the Jensen-Shannon distance (square root of nats), mean over the samples.",
-        x_label="step",
-        y_format="number",
-        series=series,
-    )
-
-
-def _exposed(runs: list[Run]) -> Chart:
-    series, thinned = _lines(runs, exposed_share)
-    return Chart(
-        id="exposed",
-        title="Exposed share",
-        description="Of the time in steps, what communication held up; less is better." + thinned,
-        x_label="step",
-        y_format="percent",
-        series=series,
-    )
-
-
-def _throughput(runs: list[Run]) -> Chart:
-    rate = value_of("samples_per_second")
-    series, thinned = _lines(runs, lambda run: by_rank(run.epochs, "epoch", rate))
-    what = "Mean over the workers, in each epoch, evaluations left out."
-    if len(runs) == 1:
-        what = f"Of each worker ({_lines_are(runs)}) and the mean (bold), evaluations left out."
-    return Chart(
-        id="throughput",
-        title="Samples per second",
-        description=what + thinned,
-        x_label="epoch",
-        y_format="number",
-        series=series,
-    )
-
-
-def _widths(runs: list[Run]) -> Chart:
+def _widths(runs: list[Run]) -> Drawing | None:
     series = []
     for index, run in _numbered(runs):
         rank = min(run.steps, default=0)  # widths are equal on all ranks
         records = [r for r in run.steps.get(rank, []) if isinstance(r.get("widths"), dict)]
         for layer in records[0]["widths"] if records else ():
-            curve = by_rank({rank: records}, "step", lambda r, layer=layer: r["widths"].get(layer))
+            flat = [record | {"width": record["widths"].get(layer)} for record in records]
             label = layer if index is None else f"{run.name}, {layer}"
             series += [
-                Series(label=label, role="mean", points=points, run=index)
-                for points in curve.values()
+                Series(label, "mean", points, index)
+                for points in _by_rank({rank: flat}, "step", "width").values()
             ]
-    return Chart(
-        id="widths",
-        title="Width by layer",
-        description="Neurons of each layer that apoptosis may narrow.",
-        x_label="step",
-        y_format="number",
-        series=series,
+    return _chart(
+        "widths",
+        "Width by layer",
+        "Neurons of each layer that apoptosis may narrow.",
+        series,
     )
+
+
+def _exact(runs: list[Run], name: str, *, alone: str, several: str = "{run}") -> list[Series]:
+    """What was measured exactly after epochs, of each run that has it."""
+    series = []
+    for index, run in _numbered(runs):
+        curves = _by_rank(run.epochs, "step", name)
+        if points := _agreed_on(curves) or _mean_of(curves):
+            label = alone if index is None else several.format(run=run.name)
+            series.append(Series(label, "exact", points, index))
+    return series
 
 
 def _lines(runs: list[Run], curves_of: Callable[[Run], Curves]) -> tuple[list[Series], str]:
     """The series of all runs, and a sentence on how they were thinned if they were."""
     curves = [curves_of(run) for run in runs]
-    group = max(map(group_size, curves))
+    longest = max((len(points) for its in curves for points in its.values()), default=0)
+    group = -(-longest // _MAX_POINTS) or 1
     series = [
         line
         for (index, run), its in zip(_numbered(runs), curves, strict=True)
@@ -253,27 +237,114 @@ def _of_run(run: Run, index: int | None, curves: Curves, group: int) -> list[Ser
     """Ranks and mean of the only run, or the mean of one of several; thinned."""
     series: list[Series] = []
     if index is None and len(curves) > _MAX_LINES:
-        low, high = range_of(curves, group)
-        label = "least to greatest"
-        series.append(Series(label=label, role="range", points=low, upper=high))
+        parts = [[p for at_x in part for p in at_x] for part in _groups(_by_x(curves), group)]
+        low = [_mean_point(part)._replace(y=min(p.y for p in part)) for part in parts]
+        high = [max(p.y for p in part) for part in parts]
+        series.append(Series("least to greatest", "range", low, upper=high))
     elif index is None:
         series += [
-            Series(label=f"rank {rank}", role="rank", points=thin(points, group))
-            for rank, points in curves.items()
+            Series(f"rank {rank}", "rank", _thin(points, group)) for rank, points in curves.items()
         ]
-    if mean := mean_of(curves):
+    if mean := _mean_of(curves):
         label = "mean" if index is None else run.name
-        series.append(Series(label=label, role="mean", points=thin(mean, group), run=index))
+        series.append(Series(label, "mean", _thin(mean, group), index))
     return series
 
 
+def _by_rank(records_of_rank: dict[int, list[Record]], x: str, name: str) -> Curves:
+    """A curve for each rank that has numbers under `name`."""
+    return _with_points(
+        (rank, [_point(r, r.get(x), r.get(name)) for r in records])
+        for rank, records in records_of_rank.items()
+    )
+
+
+def _exposed_share(run: Run) -> Curves:
+    """Of the time between two step records of a rank, the share that communication held up."""
+    return _with_points(
+        (
+            rank,
+            [
+                _point(record, record.get("step"), _interval_share(before, record))
+                for before, record in pairwise([{}, *records])
+            ],
+        )
+        for rank, records in run.steps.items()
+    )
+
+
+def _interval_share(before: Record, record: Record) -> float | None:
+    def growth(name: str) -> float | None:
+        """Of a count; the first record counts from 0."""
+        now, then = record.get(name), before.get(name) if before else 0
+        return float(now) - float(then) if is_number(now) and is_number(then) else None
+
+    exposed, steps, training = (
+        growth(name) for name in ("exposed_seconds", "step", "train_seconds")
+    )
+    if training is None and steps is not None and is_number(record.get("step_seconds")):
+        training = steps * float(record["step_seconds"])
+    if exposed is None or training is None or training <= 0:
+        return None
+    return min(1.0, max(0.0, exposed / training))
+
+
+def _point(record: Record, x: object, y: object) -> Point | None:
+    if not (is_number(x) and is_number(y)):
+        return None
+    seconds = record.get("seconds")
+    return Point(float(x), float(y), float(seconds) if is_number(seconds) else None)
+
+
+def _with_points(found: Iterable[tuple[int, list[Point | None]]]) -> Curves:
+    curves = {rank: [p for p in points if p is not None] for rank, points in found}
+    return {rank: points for rank, points in curves.items() if points}
+
+
+def _by_x(curves: Curves) -> list[list[Point]]:
+    """The points of all ranks at each x, in order."""
+    together: dict[float, list[Point]] = {}
+    for points in curves.values():
+        for point in points:
+            together.setdefault(point.x, []).append(point)
+    return [together[x] for x in sorted(together)]
+
+
+def _mean_of(curves: Curves) -> list[Point]:
+    """The mean over the ranks that have a value at that x."""
+    return [_mean_point(points) for points in _by_x(curves)]
+
+
+def _agreed_on(curves: Curves) -> list[Point] | None:
+    """The curve that all ranks have alike; None where two differ."""
+    at_each = _by_x(curves)
+    if any(point.y != points[0].y for points in at_each for point in points):
+        return None
+    return [points[0] for points in at_each]
+
+
+def _thin(points: list[Point], group: int) -> list[Point]:
+    """The mean of every `group` points in a row, so that a curve keeps its level and its trend."""
+    return points if group == 1 else [_mean_point(part) for part in _groups(points, group)]
+
+
+def _groups(values: list[Any], size: int) -> list[list[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _mean_point(points: Sequence[Point]) -> Point:
+    known = [point.seconds for point in points if point.seconds is not None]
+    seconds = fmean(known) if len(known) == len(points) else None
+    return Point(fmean(p.x for p in points), fmean(p.y for p in points), seconds)
+
+
 def _lines_are(runs: list[Run]) -> str:
-    """How the single workers are drawn."""
+    """How single workers are drawn."""
     return "thin" if len(runs[0].steps) <= _MAX_LINES else "their range"
 
 
 def _numbered(runs: list[Run]) -> list[tuple[int | None, Run]]:
-    """The runs with their numbers, the only one with None."""
+    """The runs with their indices, the only one with None."""
     return [(None if len(runs) == 1 else index, run) for index, run in enumerate(runs)]
 
 

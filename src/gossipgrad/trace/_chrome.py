@@ -3,15 +3,20 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from ._json import dumps, read_json_lines
-from ._lanes import assign_lanes, kind_of
 from ._trace import TRACE_FORMAT, TRACE_VERSION
+
+_KINDS = {
+    "exchange": "exchange",
+    "root": "roots",
+    **dict.fromkeys(("wait", "mix", "snapshot", "select", "average"), "communication"),
+}
 
 
 class _Span(NamedTuple):
@@ -20,10 +25,15 @@ class _Span(NamedTuple):
     end_us: float
     attributes: dict[str, Any]
 
+    @property
+    def kind(self) -> str:
+        """Of its track; compute for names that are not known."""
+        return _KINDS.get(self.name, "compute")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """One rank's file and what its first line says."""
+    """One rank's file and its header."""
 
     path: Path
     rank: int
@@ -70,14 +80,14 @@ class _Messages:
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Put the traces that the ranks saved on one time axis, in one Chrome trace JSON file.
+    """Puts the traces that the ranks saved on one time axis, in one Chrome trace JSON file.
 
     A process a rank, and in it a track for computing, one for the communication that the rank
     itself works at or waits for, and one a bucket for exchanges in flight. Spans of a track that
-    overlap without lying one inside the other get further lanes, so that nothing is drawn as the
-    child of what it only met. Arrows lead from the exchange that sent a message to the one that
-    took it. Times are microseconds from the earliest span. The ranks' clocks are aligned by their
-    hosts' wall clocks; between hosts this is as good as their NTP.
+    overlap without lying one inside the other get further lanes. Arrows lead from the exchange
+    that sent a message to the one that received it. Times are microseconds from the earliest span.
+    The ranks' clocks are aligned by their hosts' wall clocks, so between hosts as well as NTP
+    aligns these.
 
     Local: reads and writes files only, with the memory of one rank's trace at a time and of the
     ends of the messages of all.
@@ -108,47 +118,36 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         (s.wall_ns(s.earliest_seconds) for s in sources.values() if s.earliest_seconds is not None),
         default=0,
     )
-    messages = _Messages()
-    skipped_lines: dict[int, int] = {}
+    skipped_lines: dict[str, int] = {}
     out = Path(out)
     partial = out.with_name(out.name + ".partial")
     with partial.open("w", encoding="ascii") as file:
-        events = _EventWriter(file)
-        # Perfetto knows a thread by its number alone, whatever its process, and 0 is taken.
-        thread_numbers = count(1)
-        for rank in sorted(sources):
-            spans, skipped_lines[rank] = _read_spans(sources[rank], origin_ns)
-            for event in _rank_events(rank, spans, thread_numbers, messages):
-                events.write(event)
-        for event in messages.arrows():
-            events.write(event)
-        events.close(
-            {
-                "source": "gossipgrad",
-                "origin_unix_ns": origin_ns,
-                "ranks": sorted(sources),
-                "dropped_spans": {str(rank): s.dropped for rank, s in sorted(sources.items())},
-                "skipped_lines": {str(rank): n for rank, n in skipped_lines.items()},
-            }
-        )
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for number, event in enumerate(_events(sources, origin_ns, skipped_lines)):
+            file.write((",\n" if number else "\n") + dumps(event))
+        metadata = {
+            "source": "gossipgrad",
+            "origin_unix_ns": origin_ns,
+            "ranks": sorted(sources),
+            "dropped_spans": {str(rank): s.dropped for rank, s in sorted(sources.items())},
+            "skipped_lines": skipped_lines,
+        }
+        file.write(f'\n],"metadata":{dumps(metadata)}}}\n')
     partial.replace(out)
     return out
 
 
-class _EventWriter:
-    """Writes the object form of a Chrome trace, an event a line, without holding the events."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._separator = "\n"
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
-
-    def write(self, event: dict[str, Any]) -> None:
-        self._file.write(self._separator + dumps(event))
-        self._separator = ",\n"
-
-    def close(self, metadata: dict[str, Any]) -> None:
-        self._file.write(f'\n],"metadata":{dumps(metadata)}}}\n')
+def _events(
+    sources: dict[int, _Source], origin_ns: int, skipped_lines: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """All events, a rank after another; notes the lines that could not be read."""
+    messages = _Messages()
+    # Perfetto knows a thread by its number alone, whatever its process, and 0 is reserved.
+    thread_numbers = count(1)
+    for rank in sorted(sources):
+        spans, skipped_lines[str(rank)] = _read_spans(sources[rank], origin_ns)
+        yield from _rank_events(rank, spans, thread_numbers, messages)
+    yield from messages.arrows()
 
 
 def _read_header(path: Path) -> _Source:
@@ -200,7 +199,7 @@ def _rank_events(
     for span in spans:
         tracks[_track_of(span)].append(span)
     for track in sorted(tracks, key=_track_order):
-        lanes = assign_lanes(
+        lanes = _assign_lanes(
             [(span.start_us, span.end_us) for span in tracks[track]],
             nest=not track.startswith("exchange"),
         )
@@ -210,13 +209,12 @@ def _rank_events(
             yield _metadata("thread_name", rank, {"name": name}, thread)
             yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
         for span, lane in zip(tracks[track], lanes, strict=True):
-            kind = kind_of(span.name)
-            if kind == "exchange":
+            if span.kind == "exchange":
                 messages.note(rank, threads[lane], span)
             yield {
                 "ph": "X",
                 "name": span.name,
-                "cat": kind,
+                "cat": span.kind,
                 "ts": span.start_us,
                 "dur": round(span.end_us - span.start_us, 3),
                 "pid": rank,
@@ -226,9 +224,10 @@ def _rank_events(
 
 
 def _track_of(span: _Span) -> str:
-    kind = kind_of(span.name)
     bucket = span.attributes.get("bucket")
-    return kind if kind != "exchange" or bucket is None else f"exchange, bucket {bucket}"
+    if span.kind != "exchange" or bucket is None:
+        return span.kind
+    return f"exchange, bucket {bucket}"
 
 
 def _track_order(track: str) -> tuple[int, str]:
@@ -238,3 +237,33 @@ def _track_order(track: str) -> tuple[int, str]:
 
 def _metadata(name: str, rank: int, arguments: dict[str, Any], thread: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": name, "ts": 0, "pid": rank, "tid": thread, "args": arguments}
+
+
+def _assign_lanes(spans: Sequence[tuple[float, float]], *, nest: bool) -> list[int]:
+    """Spreads spans over as few lanes as keep each lane readable.
+
+    A viewer draws the spans of a lane as a stack of calls, so none may begin inside another and end
+    after it. With `nest`, a span may lie inside a longer one; without, spans never overlap.
+
+    Args:
+        spans: Start and end of each, sorted by start and, for equal starts, the longest first.
+        nest: Whether a lane may hold a span inside another.
+
+    Returns:
+        The lane of each span, counted from 0; the lowest lane that fits.
+    """
+    open_ends: list[list[float]] = []  # by lane, of the spans not over yet, the innermost last
+    lanes = []
+    for start, end in spans:
+        for ends in open_ends:
+            while ends and ends[-1] <= start:
+                ends.pop()
+        fitting = (
+            lane for lane, ends in enumerate(open_ends) if not ends or (nest and end <= ends[-1])
+        )
+        lane = next(fitting, len(open_ends))
+        if lane == len(open_ends):
+            open_ends.append([])
+        open_ends[lane].append(end)
+        lanes.append(lane)
+    return lanes

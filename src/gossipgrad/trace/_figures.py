@@ -1,8 +1,8 @@
-"""The figures of a run that stand alone: its headline, its table of ranks, its exchanges."""
+"""Figures of runs in words: headline, ranks, exchanges, notices, and runs beside the first."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ._exchanges import OUTCOMES, outcome_counts
 from ._format import (
     MAX_RANKS_LISTED,
     UNKNOWN,
@@ -14,18 +14,22 @@ from ._format import (
 )
 from ._runs import Record, Run
 from ._values import (
+    OUTCOMES,
     accuracy,
     bytes_per_step,
     consensus_distance,
     exposed_and_step_seconds,
     joined_ranks,
+    last_loss,
     last_of,
     latest,
     lost_ranks,
     of_rank,
+    outcome_counts,
     ratio,
     run_seconds,
     samples_per_second,
+    shuffle_bytes_per_step,
     steps_made,
     strategy,
     strategy_is,
@@ -35,11 +39,13 @@ from ._values import (
 
 # Each has a line of its own at the top of the page.
 _MAX_LOST = 16
+NOT_USED = "not used"
+# Where a run was written, and how it was shown, is no option; the formula follows from others.
+_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula", "strategy_is", "unused"})
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One headline figure and the line that says what it is measured against."""
+class Card(NamedTuple):
+    """One headline figure, and a line that explains it."""
 
     label: str
     value: str
@@ -81,21 +87,22 @@ def rank_rows(run: Run) -> list[list[str]]:
     for rank in run.ranks[:MAX_RANKS_LISTED]:
         last = last_of(run.steps, rank)
         rate = samples_per_second(run, rank)
-        counted = of_rank(run.summary.get("steps_per_rank"), rank, run.world_size)
+        replica, steps, void, late = (
+            of_rank(run.summary.get(f"{name}_per_rank"), rank, run.world_size)
+            for name in ("accuracy", "steps", "void_rounds", "late_rounds")
+        )
         rows.append(
             [
                 f"rank {rank}",
                 states.get(rank, end),
-                percent(of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
+                percent(replica),
                 number(last.get("loss")),
-                number(last.get("step") if counted is None else counted),
+                number(last.get("step") if steps is None else steps),
                 number(last.get("samples")),
                 number(rate and round(rate, 1)),
                 percent(ratio(last.get("exposed_seconds"), train_seconds(run, rank))),
-                *(
-                    number(of_rank(run.summary.get(name), rank, run.world_size))
-                    for name in ("void_rounds_per_rank", "late_rounds_per_rank")
-                ),
+                number(void),
+                number(late),
             ]
         )
     return rows
@@ -103,31 +110,21 @@ def rank_rows(run: Run) -> list[list[str]]:
 
 def ranks_left_out(run: Run) -> str:
     """A sentence on the ranks that have no row; empty where all have."""
-    there = len(run.ranks)
-    if there <= MAX_RANKS_LISTED:
+    if len(run.ranks) <= MAX_RANKS_LISTED:
         return ""
     return (
-        f"The first {MAX_RANKS_LISTED} of {there:,} ranks; those of the others are in summary.json "
-        "and metrics-rank*.jsonl."
+        f"The first {MAX_RANKS_LISTED} of {len(run.ranks):,} ranks; those of the others are in "
+        "summary.json and metrics-rank*.jsonl."
     )
 
 
-RANK_HEAD = [
-    "Rank",
-    "State",
-    "Accuracy of its replica",
-    "Last loss",
-    "Steps",
-    "Samples",
-    "Samples/s",
-    "Exposed",
-    "Void rounds",
-    "Late rounds",
-]
+RANK_HEAD = ["Rank", "State", "Accuracy of its replica", "Last loss", "Steps", "Samples"]
+RANK_HEAD += ["Samples/s", "Exposed", "Void rounds", "Late rounds"]
+OUTCOME_HEAD = ["Outcome", "Exchanges", "Share", "Meaning"]
 
 
 def outcome_rows(run: Run) -> list[list[str]]:
-    """How the exchanges went: outcome, count, share and meaning."""
+    """A row for each outcome of exchanges: count, share and meaning."""
     counts = outcome_counts(run)
     total = sum(counts.values())
     names = [*OUTCOMES, *sorted(counts.keys() - OUTCOMES.keys())] if counts else []
@@ -142,11 +139,8 @@ def outcome_rows(run: Run) -> list[list[str]]:
     ]
 
 
-OUTCOME_HEAD = ["Outcome", "Exchanges", "Share", "Meaning"]
-
-
 def notices(run: Run) -> list[str]:
-    """What a reader must know before trusting the figures."""
+    """Sentences that a reader must know before trusting the figures."""
     found = []
     reasons = run.summary.get("lost_because")
     lost = lost_ranks(run)
@@ -168,9 +162,8 @@ def notices(run: Run) -> list[str]:
 
 
 def _joined_note(record: Record) -> str:
-    """What became of a rank that joined, in a sentence."""
-    ends = {"left": " and left", "lost": " and was lost"}
-    end = ends.get(str(record.get("end")), "")
+    """The work and the end of a rank that joined, in a sentence."""
+    end = {"left": " and left", "lost": " and was lost"}.get(str(record.get("end")), "")
     steps, samples = number(record.get("steps")), number(record.get("samples"))
     return (
         f"Rank {record.get('rank')} joined from rank {record.get('from_rank')}, trained {steps} "
@@ -179,12 +172,8 @@ def _joined_note(record: Record) -> str:
 
 
 def _strategy_note(run: Run) -> str:
-    return ", ".join(
-        [
-            *map(str, strategy_is(run).values()),
-            f"{run.world_size} worker{'s' * (run.world_size != 1)}",
-        ]
-    )
+    workers = f"{run.world_size} worker{'s' * (run.world_size != 1)}"
+    return ", ".join([*map(str, strategy_is(run).values()), workers])
 
 
 def _accuracy_note(run: Run) -> str:
@@ -208,18 +197,12 @@ def _throughput(run: Run) -> tuple[str, str]:
     rate = throughput(run)
     if rate is None:
         return UNKNOWN, ""
-    return (
-        f"{number(round(rate) if rate >= 100 else rate)}/s",
-        "samples, all workers together",
-    )
+    return f"{number(round(rate) if rate >= 100 else rate)}/s", "samples, all workers together"
 
 
 def _progress_note(run: Run) -> str:
-    last_epoch = latest(run.epochs)
-    counts = {
-        "steps": steps_made(run),
-        "epochs": run.summary.get("epochs", last_epoch.get("epoch")),
-    }
+    epochs = run.summary.get("epochs", latest(run.epochs).get("epoch"))
+    counts = {"steps": steps_made(run), "epochs": epochs}
     return ", ".join(f"{number(n)} {name}" for name, n in counts.items() if is_number(n))
 
 
@@ -230,3 +213,95 @@ def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
     if share is None:
         return "by each worker"
     return f"by each worker; {share:.0%} of ring all-reduce ({byte_count(ring)})"
+
+
+def _exposed_share(run: Run) -> object:
+    return ratio(*exposed_and_step_seconds(run))
+
+
+Row = tuple[Any, ...]
+_FIGURES: tuple[tuple[str, Callable[[Run], object], Callable[[object], str]], ...] = (
+    ("Accuracy", accuracy, percent),
+    ("Training loss, last epoch", last_loss, number),
+    ("Consensus distance", consensus_distance, number),
+    ("Time", run_seconds, duration),
+    ("Steps", steps_made, number),
+    ("Time of a step", lambda run: exposed_and_step_seconds(run)[1], duration),
+    ("Exposed in a step", lambda run: exposed_and_step_seconds(run)[0], duration),
+    ("Exposed share", _exposed_share, percent),
+    ("Samples per second, all workers", throughput, number),
+    ("Sent per step and worker", bytes_per_step, byte_count),
+    (
+        "Ring all-reduce would send, computed",
+        lambda run: run.summary.get("all_reduce_bytes_per_step"),
+        byte_count,
+    ),
+    ("Ring shuffle, sent per step and worker", shuffle_bytes_per_step, byte_count),
+)
+
+
+def figure_rows(runs: list[Run]) -> list[Row]:
+    """A row a figure: its name, then for each run the value and its ratio to the first run's.
+
+    Figures that no run has are left out. The first run has no ratio.
+    """
+    rows: list[Row] = [
+        ("Strategy", *((strategy(run), "") for run in runs)),
+        ("Workers", *((number(run.world_size), "") for run in runs)),
+    ]
+    for name, read, write in _FIGURES:
+        values = [read(run) for run in runs]
+        if any(is_number(value) for value in values):
+            cells = [
+                (write(value), "" if index == 0 else _ratio_text(value, values[0]))
+                for index, value in enumerate(values)
+            ]
+            rows.append((name, *cells))
+    return rows
+
+
+def _ratio_text(value: object, first: object) -> str:
+    """A value by the first run's, as a factor; empty where there is none.
+
+    Example:
+        >>> _ratio_text(150, 100), _ratio_text(1, 3), _ratio_text(1, 0), _ratio_text(12_345, 1)
+        ('1.50x', '0.333x', '', '12,345x')
+    """
+    by_first = ratio(value, first)
+    if by_first is None:
+        return ""
+    if by_first >= 1000:
+        return f"{by_first:,.0f}x"
+    return f"{by_first:#.3g}x"
+
+
+def option_rows(runs: list[Run]) -> tuple[list[list[str]], list[list[str]]]:
+    """A row an option with each run's value: those that differ, and those that are the same.
+
+    An option that a run does not use does not differ, and one that no run uses is left out.
+    """
+    flat = [_flat(run.config) for run in runs]
+    names = dict.fromkeys(name for options in flat for name in options)
+    rows = [[name, *(options.get(name, UNKNOWN) for options in flat)] for name in names]
+    used = [(row, {*row[1:]} - {NOT_USED}) for row in rows]
+    different = [row for row, values in used if len(values) > 1]
+    return different, [row for row, values in used if len(values) == 1]
+
+
+def _flat(tree: Record) -> dict[str, str]:
+    """Options by their dotted names, as text; those that the run did not use are marked."""
+    found: dict[str, str] = {}
+    for name, value in tree.items():
+        if name in _NOT_OPTIONS:
+            continue
+        inner = (
+            {f"{name}.{key}": one for key, one in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+        found |= {key: "none" if one is None else str(one) for key, one in inner.items()}
+    unused = tree.get("unused")
+    for name in unused if isinstance(unused, list) else ():
+        if name in found:
+            found[name] = NOT_USED
+    return found

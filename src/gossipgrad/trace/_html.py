@@ -1,7 +1,9 @@
-"""HTML elements that escape what they hold."""
+"""HTML elements that escape what they hold, and figures: a script's data with a table."""
 
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 
 class Markup(str):
@@ -78,3 +80,26 @@ def table(
 def disclosure(summary: str, *children: str) -> Markup:
     """Content that is folded away until it is asked for."""
     return element("details", element("summary", summary), *children)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """A figure that a script of the page draws.
+
+    Attributes:
+        title: Of the figure.
+        description: A sentence or two below it.
+        payload: The data for the script.
+        head: The columns of a table with the same values.
+        rows: Its rows.
+    """
+
+    title: str
+    description: str
+    payload: dict[str, Any]
+    head: list[str]
+    rows: list[list[str]]
+
+    def table(self, caption: str | None = None) -> Markup:
+        """The table; None: its caption is the title."""
+        return table(self.title if caption is None else caption, self.head, self.rows)

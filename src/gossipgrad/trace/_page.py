@@ -1,38 +1,40 @@
-"""The page of one run or of several: what stands where, and the data that its scripts draw."""
+"""The page of one run or of several: its sections, and the data that its scripts draw."""
 
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from html import escape
 from importlib import resources
 from string import Template
-from typing import Any, TypeVar
+from typing import Any
 
-from ._bars import Bars, bars
-from ._charts import Chart, charts
-from ._comparison import NOT_USED, figure_rows, option_rows
+from ._bars import bars
+from ._charts import charts
 from ._figures import (
+    NOT_USED,
     OUTCOME_HEAD,
     RANK_HEAD,
+    figure_rows,
     headline,
     notices,
+    option_rows,
     outcome_rows,
     rank_rows,
     ranks_left_out,
 )
 from ._format import shortened
-from ._html import Markup, disclosure, element, join, table
+from ._html import Drawing, Markup, disclosure, element, join, table
 from ._json import dumps_for_script
 from ._mixing import INTRODUCTION as MIXING
-from ._mixing import Mixing, mixing, too_many_ranks
+from ._mixing import mixing, too_many_ranks
 from ._runs import Run, find_key
 from ._timeline import INTRODUCTION as TIMELINE
-from ._timeline import Timeline, timeline
+from ._timeline import timeline
 from ._values import strategy
 
-_Found = TypeVar("_Found")
+_OfRuns = list[tuple[Run, Drawing]]
 _SCRIPTS = ("page.js", "charts.js", "bars.js", "mixing.js", "timeline.js")
 _SUBTITLE_KEYS = ("model", "data", "optimizer")
 _MAX_SPANS = 12_000
@@ -40,19 +42,18 @@ _LONG_VALUE = 12  # characters that fit into the width of a card
 
 
 def page(runs: list[Run]) -> str:
-    """The whole page; with more than one run it compares them, the first being the measure."""
+    """The whole page; with more than one run it compares the others with the first."""
     alone = runs[0] if len(runs) == 1 else None
     drawn, stacked = charts(runs), bars(runs)
     mixings = _of_each(runs, mixing)
-    timelines = _of_each(
-        runs, lambda run: timeline(run.trace, max_spans=max(1000, _MAX_SPANS // len(runs)))
-    )
+    max_spans = max(1000, _MAX_SPANS // len(runs))
+    timelines = _of_each(runs, lambda run: timeline(run.trace, max_spans=max_spans))
     data = {
         "runs": [run.name for run in runs],
-        "charts": [chart.payload() for chart in drawn],
-        "bars": [each.payload() for each in stacked],
-        "mixings": [_of_run(run, found) for run, found in mixings],
-        "timelines": [_of_run(run, found) for run, found in timelines],
+        "charts": [chart.payload for chart in drawn],
+        "bars": [each.payload for each in stacked],
+        "mixings": [_payload_of(run, found) for run, found in mixings],
+        "timelines": [_payload_of(run, found) for run, found in timelines],
     }
     style = _asset("report.css")
     script = "".join(_asset(name) for name in _SCRIPTS)
@@ -68,8 +69,8 @@ def page(runs: list[Run]) -> str:
         subtitle=_subtitle(alone) if alone else _run_list(runs),
         notices=_notices(runs),
         figures=_cards(alone) if alone else _comparison(runs),
-        charts=_charts(drawn),
-        bars=_bars(stacked),
+        charts=_drawings(drawn, "chart", first="panel first"),
+        bars=_drawings(stacked, "bars"),
         mixing=_mixing(runs, mixings),
         timeline=_timeline(runs, timelines),
         tables=join(_tables(run, alone=alone is not None) for run in runs),
@@ -77,13 +78,13 @@ def page(runs: list[Run]) -> str:
     )
 
 
-def _of_each(runs: list[Run], find: Callable[[Run], _Found | None]) -> list[tuple[Run, _Found]]:
+def _of_each(runs: list[Run], find: Callable[[Run], Drawing | None]) -> _OfRuns:
     found = ((run, find(run)) for run in runs)
-    return [(run, value) for run, value in found if value is not None]
+    return [(run, drawing) for run, drawing in found if drawing is not None]
 
 
-def _of_run(run: Run, found: Mixing | Timeline) -> dict[str, Any]:
-    return found.payload() | {"run": run.name, "about": found.description}
+def _payload_of(run: Run, drawing: Drawing) -> dict[str, Any]:
+    return drawing.payload | {"run": run.name, "about": drawing.description}
 
 
 def _asset(name: str) -> str:
@@ -96,7 +97,7 @@ def _content_hash(text: str) -> str:
 
 
 def _subtitle(run: Run) -> Markup:
-    """Model, data, optimizer, workers, seed and date, as far as the run names them."""
+    """Model, data, optimizer, workers, seed and date, as far as they are known."""
     named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
     parts = [name for name in named if isinstance(name, str)]
     parts.append(f"{run.world_size} worker{'s' * (run.world_size != 1)}")
@@ -157,41 +158,26 @@ def _cards(run: Run) -> Markup:
 def _comparison(runs: list[Run]) -> Markup:
     names = [run.name for run in runs]
     figures = [
-        [
-            name,
-            *(join([value, _beside(ratio)]) for value, ratio in cells),
-        ]
-        for (name, _), *cells in figure_rows(runs)
+        [name, *(join([value, _beside(ratio)]) for value, ratio in cells)]
+        for name, *cells in figure_rows(runs)
     ]
     different, same = option_rows(runs)
     marked = [
-        [
-            row[0],
-            row[1],
-            *(
-                value if value in (row[1], NOT_USED) else element("mark", value)
-                for value in row[2:]
-            ),
-        ]
-        for row in different
+        [name, first]
+        + [value if value in (first, NOT_USED) else element("mark", value) for value in others]
+        for name, first, *others in different
     ]
-    options = (
-        table("Options that differ", ["Option", *names], marked)
-        if marked
-        else element("p", "No option differs.")
-    )
+    options = element("p", "No option differs.")
+    if marked:
+        options = table("Options that differ", ["Option", *names], marked)
     rest = disclosure(
         f"{len(same)} options that are the same", table("Same options", ["Option", *names], same)
     )
-    note = f"Beside each value: its ratio to that of {names[0]}."
+    head = ["", *(join([name, _beside("")]) for name in names)]
+    note = element("p", f"Beside each value: its ratio to that of {names[0]}.")
     return join(
         [
-            element(
-                "section",
-                table("Figures", ["", *(join([name, _beside("")]) for name in names)], figures),
-                element("p", note),
-                class_="panel",
-            ),
+            element("section", table("Figures", head, figures), note, class_="panel"),
             element("section", options, *([rest] if same else []), class_="panel"),
         ]
     )
@@ -201,31 +187,22 @@ def _beside(text: str) -> Markup:
     return element("span", text, class_="ratio")
 
 
-def _figure(drawn: Chart | Bars, kind: str, class_: str) -> Markup:
+def _drawings(drawings: list[Drawing], kind: str, *, first: str = "panel") -> Markup:
     # The legend and the drawing are put in by the page's script.
-    return element(
-        "figure",
-        element("figcaption", element("h2", drawn.title), element("p", drawn.description)),
-        element("div", class_=kind, **{f"data_{kind}": drawn.id}),
-        disclosure("Values as a table", table(drawn.title, *drawn.table())),
-        class_=class_,
-    )
-
-
-def _charts(drawn: list[Chart]) -> Markup:
     figures = [
-        _figure(chart, "chart", "panel first" if index == 0 else "panel")
-        for index, chart in enumerate(drawn)
+        element(
+            "figure",
+            element("figcaption", element("h2", each.title), element("p", each.description)),
+            element("div", class_=kind, **{f"data_{kind}": each.payload["id"]}),
+            disclosure("Values as a table", each.table()),
+            class_="panel" if index else first,
+        )
+        for index, each in enumerate(drawings)
     ]
     return element("div", *figures, class_="panels") if figures else Markup()
 
 
-def _bars(stacked: list[Bars]) -> Markup:
-    figures = [_figure(each, "bars", "panel") for each in stacked]
-    return element("div", *figures, class_="panels") if figures else Markup()
-
-
-def _mixing(runs: list[Run], mixings: list[tuple[Run, Mixing]]) -> Markup:
+def _mixing(runs: list[Run], mixings: _OfRuns) -> Markup:
     left_out = [element("p", why, class_="missing") for run in runs if (why := too_many_ranks(run))]
     if not mixings and not left_out:
         return Markup()
@@ -234,41 +211,34 @@ def _mixing(runs: list[Run], mixings: list[tuple[Run, Mixing]]) -> Markup:
         element("h2", "Who met whom"),
         *([element("p", MIXING)] if mixings else []),
         *left_out,
-        *_drawing(runs, mixings, kind="mixing", caption="Exchanges taken, by rank"),
+        *_one_by_one(runs, mixings, kind="mixing", caption="Exchanges taken, by rank"),
         class_="panel",
     )
 
 
-def _timeline(runs: list[Run], timelines: list[tuple[Run, Timeline]]) -> Markup:
+def _timeline(runs: list[Run], timelines: _OfRuns) -> Markup:
     with_trace = [run for run, _ in timelines]
     without = [run.name for run in runs if run not in with_trace]
-    parts = []
-    if timelines:
-        parts.append(element("p", TIMELINE))
+    parts = [element("p", TIMELINE)] if timelines else []
     if without:
         whose = f"of {', '.join(without)}" if len(runs) > 1 else "of this run"
-        parts.append(
-            element(
-                "p",
-                f"There are no spans {whose}: trace.json is missing or empty. "
-                "`gossipgrad train --trace 50` records those of 50 steps.",
-                class_="missing",
-            )
+        missing = (
+            f"There are no spans {whose}: trace.json is missing or empty. "
+            "`gossipgrad train --trace 50` records those of 50 steps."
         )
+        parts.append(element("p", missing, class_="missing"))
     caption = "Milliseconds in the time first shown, by rank"
     return element(
         "section",
         element("h2", "Timeline"),
         *parts,
-        *_drawing(runs, timelines, kind="timeline", caption=caption),
+        *_one_by_one(runs, timelines, kind="timeline", caption=caption),
         class_="panel",
     )
 
 
-def _drawing(
-    runs: list[Run], found: Sequence[tuple[Run, Mixing | Timeline]], *, kind: str, caption: str
-) -> list[Markup]:
-    """Where a script draws one run after another, and the tables of all of them."""
+def _one_by_one(runs: list[Run], found: _OfRuns, *, kind: str, caption: str) -> list[Markup]:
+    """An element in which a script draws one run after another, and the tables of all of them."""
     if not found:
         return []
     several = len(runs) > 1
@@ -276,7 +246,7 @@ def _drawing(
     for run, each in found:
         if several:
             tables.append(element("p", f"{run.name}: {each.description}"))
-        tables.append(table(_caption(caption, run, several), *each.table()))
+        tables.append(each.table(_caption(caption, run, several)))
     return [
         element("p", found[0][1].description, class_=f"{kind}-about"),
         element("div", class_=kind),

@@ -13,17 +13,17 @@ from ._runs import Run, read_run
 def write_report(
     *run_dirs: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write one HTML page on a run, or one that lays several runs side by side.
+    """Writes one HTML page on a run, or one that shows several runs side by side.
 
-    Reads `config.json`, `summary.json`, `metrics-rank*.jsonl` and `trace.json`, as far as they are
-    there: of a run that was killed the report shows what was written and says what is missing. The
+    Reads `config.json`, `summary.json`, `metrics-rank*.jsonl` and `trace.json`, as far as they
+    exist: of a run that was killed the report shows what was written and says what is missing. The
     page loads nothing, from the network or otherwise, and may be sent to others as it is.
 
     Local: reads and writes files only.
 
     Args:
-        run_dirs: Directories that `gossipgrad train` wrote to. The first is what the others are
-            measured against.
+        run_dirs: Directories that `gossipgrad train` wrote to. The others are compared with the
+            first.
         out: The file to write, replaced if there is one; None for `report.html` in the directory
             of the only run.
 
@@ -56,7 +56,7 @@ def write_report(
     content = render_report(*run_dirs)
     partial = report.with_name(report.name + ".partial")
     try:
-        # A name that is no UTF-8, of a folder say, is written with escapes.
+        # A name that is not UTF-8, of a folder for example, is written with escapes.
         partial.write_text(content, encoding="utf-8", errors="backslashreplace")
         partial.replace(report)
     except OSError as error:
@@ -72,13 +72,11 @@ def render_report(*run_dirs: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: A directory holds nothing of a run.
     """
-    return page(_with_names_of_their_own([read_run(each) for each in run_dirs], run_dirs))
+    return page(_with_unique_names([read_run(each) for each in run_dirs], run_dirs))
 
 
-def _with_names_of_their_own(
-    runs: list[Run], run_dirs: tuple[str | os.PathLike[str], ...]
-) -> list[Run]:
-    """The runs, those of one name called by as much of their path as tells them apart.
+def _with_unique_names(runs: list[Run], run_dirs: tuple[str | os.PathLike[str], ...]) -> list[Run]:
+    """The runs, those of equal name called by as much of their path as differs.
 
     A run that is given twice is numbered.
     """

@@ -3,13 +3,14 @@
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ._format import listed
+from ._format import is_number, listed
 from ._json import read_json_lines
-from ._spans import Record, Spans, parse_events
 
+Record = dict[str, Any]
 _METRICS_NAME = re.compile(r"metrics-rank(\d+)\.jsonl")
 # Past this a trace is left to Perfetto: to read it here would take gigabytes of memory.
 _MAX_TRACE_BYTES = 400_000_000
@@ -17,19 +18,54 @@ _MAX_TRACE_BYTES = 400_000_000
 _MAX_WORLD_SIZE = 1_000_000
 
 
+class Span(NamedTuple):
+    """A complete event: start and end in microseconds of the trace."""
+
+    rank: int
+    track: int
+    name: str
+    start_us: float
+    end_us: float
+    attributes: Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """All spans of a trace, as far as they can be read.
+
+    Attributes:
+        spans: By start.
+        track_names: By rank and number of the track.
+        skipped: How many events could not be read.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    track_names: dict[tuple[int, int], str] = field(default_factory=dict)
+    skipped: int = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have spans."""
+        return sorted({span.rank for span in self.spans})
+
+    def named(self, name: str) -> list[Span]:
+        """The spans of that name, by start."""
+        return [span for span in self.spans if span.name == name]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What could be read of one run.
+    """One run, as far as it could be read.
 
     Attributes:
         name: The directory's own name.
-        world_size: How many workers it was started with, as far as is known.
+        world_size: How many workers it was started with, or the ranks that left metrics.
         config: The resolved options, empty when there are none.
-        summary: What the run said of itself at its end, empty when it did not come so far.
+        summary: Its summary, empty when it has not ended.
         steps: The step records of each rank, in the order written.
         epochs: The epoch records of each rank, in the order written; epochs count from 1.
         trace: The spans of all ranks.
-        problems: A sentence for each thing that was expected and could not be read.
+        problems: A sentence for each file or line that is missing or could not be read.
         started_seconds: When its configuration was written, since the epoch; None: unknown.
     """
 
@@ -179,8 +215,51 @@ def _read_trace(path: Path, problems: list[str]) -> Spans:
     if path.exists() and path.stat().st_size > _MAX_TRACE_BYTES:
         problems.append(f"{path.name} is too large to draw here; open it in Perfetto.")
         return Spans()
-    trace = parse_events((_read_object(path, problems) or {}).get("traceEvents", []))
+    trace = _parse_events((_read_object(path, problems) or {}).get("traceEvents", []))
     if trace.skipped:
         events = "1 event" if trace.skipped == 1 else f"{trace.skipped} events"
         problems.append(f"{events} of {path.name} could not be read.")
     return trace
+
+
+def _parse_events(events: object) -> Spans:
+    """The spans among Chrome trace events, those of `merge_traces`; others are left out."""
+    spans: list[Span] = []
+    names: dict[tuple[int, int], str] = {}
+    skipped = 0
+    for event in events if isinstance(events, list) else []:
+        phase = event.get("ph") if isinstance(event, dict) else None
+        if phase == "X":
+            span = _span(event)
+            if span is None:
+                skipped += 1
+            else:
+                spans.append(span)
+        elif phase == "M" and event.get("name") == "thread_name":
+            arguments = event.get("args")
+            name = arguments.get("name") if isinstance(arguments, dict) else None
+            if isinstance(name, str) and _has_track(event):
+                names[event["pid"], event["tid"]] = name
+        elif phase is None:
+            skipped += 1
+    spans.sort(key=lambda span: (span.start_us, -span.end_us))
+    return Spans(spans=spans, track_names=names, skipped=skipped)
+
+
+def _span(event: Record) -> Span | None:
+    start, length, name = event.get("ts"), event.get("dur"), event.get("name")
+    if not (_has_track(event) and isinstance(name, str) and is_number(start) and is_number(length)):
+        return None
+    attributes = event.get("args")
+    return Span(
+        rank=event["pid"],
+        track=event["tid"],
+        name=name,
+        start_us=float(start),
+        end_us=float(start) + max(0.0, float(length)),
+        attributes=attributes if isinstance(attributes, dict) else {},
+    )
+
+
+def _has_track(event: Record) -> bool:
+    return type(event.get("pid")) is int and type(event.get("tid")) is int

@@ -1,26 +1,39 @@
-"""The figures of a run as numbers: of its summary or, where it lacks them, of its metrics."""
+"""Figures of a run: of its summary or, where it lacks them, of its metrics or its trace."""
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from ._format import UNKNOWN, is_number
 from ._runs import Record, Run, find_key
 
+OUTCOMES = {
+    "delivered": "Taken and mixed in, in its round",
+    "late": "Not there when asked for; the step went on without it",
+    "dead_peer": "The partner had died or left",
+    "void": "Called off before anything was sent; counts on neither end",
+}
+# Staleness beyond this is one class.
+_MAX_ROUNDS_LATE = 4
+LATENESS = [*map(str, range(_MAX_ROUNDS_LATE)), f"{_MAX_ROUNDS_LATE} or more"]
+
 
 def strategy(run: Run) -> str:
-    """What the run calls its way of keeping the workers together."""
-    return _text(run.summary.get("strategy") or find_key(run.config, "strategy"))
+    """The name of the strategy."""
+    name = run.summary.get("strategy") or find_key(run.config, "strategy")
+    return UNKNOWN if name is None else str(name)
 
 
 def strategy_is(run: Run) -> Record:
-    """What the run says of its strategy, such as who meets whom."""
+    """The settings of the strategy, such as its topology."""
     recorded = run.config.get("strategy_is")
     return recorded if isinstance(recorded, dict) else {}
 
 
 def accuracy(run: Run) -> object:
-    """That of the model that the run left, or the last one measured."""
+    """Of the final model, or the last one measured."""
     return run.summary.get("accuracy", latest(run.epochs).get("accuracy"))
 
 
@@ -42,41 +55,34 @@ def steps_made(run: Run) -> object:
 def run_seconds(run: Run) -> float | None:
     """How long the run took, or how far its metrics reach."""
     recorded = run.summary.get("seconds")
+    known = [last.get("seconds") for last in _last_records(run)]
     if is_number(recorded):
         return float(recorded)
-    return max(
-        (
-            float(record["seconds"])
-            for record in _last_records(run)
-            if is_number(record.get("seconds"))
-        ),
-        default=None,
-    )
+    return max((float(seconds) for seconds in known if is_number(seconds)), default=None)
 
 
 def bytes_per_step(run: Run) -> float | None:
-    """What each worker sends in a step, without the shuffle of samples."""
-    recorded = run.summary.get("bytes_sent_per_step")
-    if is_number(recorded):
-        return float(recorded)
-    return _mean(ratio(last.get("bytes_sent"), last.get("step")) for last in _last_records(run))
+    """Bytes that each worker sends in a step, without the shuffle of samples."""
+    return _per_step(run, "bytes_sent_per_step", "bytes_sent")
 
 
 def shuffle_bytes_per_step(run: Run) -> float | None:
-    """What each worker sends in a step for the ring shuffle of samples."""
-    recorded = run.summary.get("shuffle_bytes_sent_per_step")
-    if is_number(recorded):
-        return float(recorded)
-    return _mean(
-        ratio(last.get("shuffle_bytes_sent"), last.get("step")) for last in _last_records(run)
-    )
+    """Bytes that each worker sends in a step for the ring shuffle of samples."""
+    return _per_step(run, "shuffle_bytes_sent_per_step", "shuffle_bytes_sent")
+
+
+def _per_step(run: Run, in_summary: str, in_metrics: str) -> float | None:
+    recorded = _number(run.summary.get(in_summary))
+    if recorded is not None:
+        return recorded
+    return _mean(ratio(last.get(in_metrics), last.get("step")) for last in _last_records(run))
 
 
 def throughput(run: Run) -> float | None:
     """Samples a second of all workers together."""
-    recorded = run.summary.get("samples_per_second")
-    if is_number(recorded):
-        return float(recorded)
+    recorded = _number(run.summary.get("samples_per_second"))
+    if recorded is not None:
+        return recorded
     rates = [samples_per_second(run, rank) for rank in run.ranks]
     return sum(rate for rate in rates if rate is not None) or None
 
@@ -112,24 +118,21 @@ def samples_per_second(run: Run, rank: int) -> float | None:
 def train_seconds(run: Run, rank: int) -> float | None:
     """How long a rank was in steps, up to its last step record."""
     last = last_of(run.steps, rank)
-    recorded = last.get("train_seconds")
-    if is_number(recorded):
-        return float(recorded)
+    recorded = _number(last.get("train_seconds"))
+    if recorded is not None:
+        return recorded
     return ratio(last.get("samples"), _rate_of_epochs(run, rank))
 
 
 def lost_ranks(run: Run) -> list[int]:
-    """The ranks that the summary says died or left before the end."""
+    """The ranks that died or left before the end, by the summary."""
     recorded = run.summary.get("lost_ranks")
-    return (
-        sorted(rank for rank in recorded if isinstance(rank, int))
-        if isinstance(recorded, list)
-        else []
-    )
+    ranks = recorded if isinstance(recorded, list) else []
+    return sorted(rank for rank in ranks if isinstance(rank, int))
 
 
 def joined_ranks(run: Run) -> list[Record]:
-    """What the summary says of the ranks that joined under way."""
+    """The records of the ranks that joined during the run, by the summary."""
     recorded = run.summary.get("joined")
     return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
 
@@ -172,9 +175,12 @@ def _last_records(run: Run) -> list[Record]:
     return [records[-1] for records in run.steps.values() if records]
 
 
+def _number(value: object) -> float | None:
+    return float(value) if is_number(value) else None
+
+
 def _step_of(record: Record) -> float:
-    step = record.get("step")
-    return float(step) if is_number(step) else 0.0
+    return _number(record.get("step")) or 0.0
 
 
 def _mean(values: Iterable[object]) -> float | None:
@@ -183,5 +189,66 @@ def _mean(values: Iterable[object]) -> float | None:
     return fmean(known) if known else None
 
 
-def _text(value: object) -> str:
-    return UNKNOWN if value is None else str(value)
+def outcome_counts(run: Run) -> dict[str, int]:
+    """Exchanges of all ranks by outcome: of the summary, or of what else there is."""
+    counted = _counts(run.summary.get("outcomes"))
+    if counted or run.summary:
+        return counted
+    total: Counter[str] = Counter()
+    for counts in outcomes_by_rank(run).values():
+        total.update(counts)
+    return dict(total)
+
+
+def outcomes_by_rank(run: Run) -> dict[int, dict[str, int]]:
+    """Exchanges by outcome as each rank's metrics last had them; of the trace where they do not."""
+    found = {}
+    for rank, records in run.steps.items():
+        counted = (_counts(record.get("outcomes")) for record in reversed(records))
+        if counts := next(filter(None, counted), None):
+            found[rank] = counts
+    if found:
+        return found
+    traced: dict[int, Counter[str]] = {}
+    for span in run.trace.named("exchange"):
+        # An exchange of a collective has no outcome: it comes about or the run fails.
+        if isinstance(outcome := span.attributes.get("outcome"), str):
+            traced.setdefault(span.rank, Counter())[outcome] += 1
+    return {rank: dict(counts) for rank, counts in sorted(traced.items())}
+
+
+def rounds_late(run: Run) -> dict[int, dict[str, int]]:
+    """For each rank in the trace, how many exchanges were mixed how many rounds late.
+
+    A round begins with its snapshot; what is mixed before the next snapshot is 0 rounds late.
+    """
+    snapshots: dict[int, list[tuple[float, int]]] = {}
+    for span in run.trace.named("snapshot"):
+        if type(round := span.attributes.get("round")) is int:
+            snapshots.setdefault(span.rank, []).append((span.end_us, round))
+    begun = {
+        rank: (
+            [end for end, _ in sorted(found)],
+            list(accumulate((round for _, round in sorted(found)), max)),
+        )
+        for rank, found in snapshots.items()
+    }
+    found: dict[int, Counter[int]] = {}
+    for span in run.trace.named("mix"):
+        round = span.attributes.get("round")
+        ends, rounds = begun.get(span.rank, ([], []))
+        # A tenth of a microsecond: times in the trace are rounded.
+        at = bisect_right(ends, span.start_us + 0.1)
+        if type(round) is int and at:
+            late = min(_MAX_ROUNDS_LATE, max(0, rounds[at - 1] - round))
+            found.setdefault(span.rank, Counter())[late] += 1
+    return {
+        rank: {LATENESS[late]: counts[late] for late in sorted(counts)}
+        for rank, counts in sorted(found.items())
+    }
+
+
+def _counts(counted: object) -> dict[str, int]:
+    if not isinstance(counted, dict):
+        return {}
+    return {str(name): int(count) for name, count in counted.items() if is_number(count)}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +18,7 @@ from gossipgrad.data import (
     RingShuffleStats,
     Samples,
     ShardedBatches,
+    ShardedSampler,
     TensorSamples,
     made_ahead,
     num_batches,
@@ -97,7 +99,6 @@ class RingBatches:
     ) -> None:
         index = torch.from_numpy(shard)
         self._carried: dict[str, Any] = {}
-        self.rows_dealt = len(shard)
         self._samples = samples
         self._seed = seed
         self._shuffle = RingShuffle(
@@ -160,27 +161,28 @@ class RingBatches:
         self._shuffle.close()
 
 
-AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches
+class LoaderBatches:
+    """Batches of a loader of the user's own, of fixed shares."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self._loader)
+
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch `start_batch` on."""
+        sampler = getattr(self._loader, "sampler", None)
+        if isinstance(sampler, ShardedSampler):  # skips samples before they are loaded
+            sampler.set_epoch(epoch, start=start_batch * self._loader.batch_size)
+            start_batch = 0
+        elif hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        yield from islice(self._loader, start_batch, None)
 
 
-def deal_anew(config: TrainConfig, batches: AnyBatches, session: Session | None) -> AnyBatches:
-    """The same batches, of epochs that are dealt anew when ranks of a session come or go.
-
-    Shards stay as they are: they stand for samples that one rank alone can reach.
-    """
-    if config.needs_every_rank or session is None or session.world_size == 1:
-        return batches
-    if not isinstance(batches, ShardedBatches):
-        return batches
-    return ElasticBatches(
-        samples=batches.samples,
-        batch_size=batches.batch_size,
-        member=session,
-        store=session.group.store,
-        world_size=batches.world_size,
-        seed=batches.seed,
-        threads=batches.threads,
-    )
+AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches | LoaderBatches
 
 
 def make_batches(
@@ -190,21 +192,34 @@ def make_batches(
     rank: int,
     world_size: int,
     groups: Groups | None = None,
-) -> ShardedBatches | ShardBatches | RingBatches:
+    session: Session | None = None,
+) -> AnyBatches:
     """The batches that `config` asks for; a collective with `shuffle` ring.
 
-    It is one of the default process group, or of one of `groups`.
+    Shares of `shuffle` global are dealt anew when ranks come or go, where a run goes on without
+    them; shards stay as they are: they stand for samples that one rank alone can reach.
+
+    Args:
+        config: The options.
+        samples: The training part.
+        rank: This rank.
+        world_size: How many there were at the start.
+        groups: Private groups by name; None: the default process group is there.
+        session: That of the strategy, if it has one.
     """
     threads = config.batch_threads
     if config.shuffle == "global":
-        return ShardedBatches(
-            samples=samples,
-            batch_size=config.batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=config.seed,
-            threads=threads,
-        )
+        deal_anew = not config.needs_every_rank and session is not None and session.world_size > 1
+        common = {
+            "samples": samples,
+            "batch_size": config.batch_size,
+            "world_size": world_size,
+            "seed": config.seed,
+            "threads": threads,
+        }
+        if deal_anew and session is not None:
+            return ElasticBatches(**common, member=session, store=session.group.store)
+        return ShardedBatches(**common, rank=rank)
     shard = deal(
         samples.labels if config.shards == "by-label" else None,
         num_samples=len(samples),

@@ -1,6 +1,5 @@
 """What can be known to be wrong before a process starts."""
 
-import dataclasses
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from ._device import check_device, find_device
 from ._loggers import check_loggers
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
-from .strategies import STRATEGIES, Setting
+from .strategies import STRATEGIES
 
 # Below it Muon is there in name alone.
 _LEAST_MUON_SHARE = 0.1
@@ -48,15 +47,25 @@ def check(config: TrainConfig, world_size: int) -> None:
             _check_batches_of_one(config, info, model)
     else:
         job, name = load_job(config), f"--job {config.job}"
-        train = job.train_samples()
-        num_samples, in_memory = len(train), isinstance(train, TensorSamples)
         job.try_out(config.batch_size, find_device(config, rank=0))
         optimizers = make_optimizers(resolved, job.model, job)
-        has_labels = config.shards != "by-label" or train.labels is not None
+        num_samples, in_memory, has_labels = world_size, False, False
+        if job.train_loader is None:
+            train = job.train_samples()
+            num_samples, in_memory = len(train), isinstance(train, TensorSamples)
+            has_labels = config.shards != "by-label" or train.labels is not None
+        elif config.shuffle != "global":
+            raise ValueError(
+                f"shuffle is {config.shuffle}, but the loader of {name} deals the samples: leave "
+                "--shuffle out."
+            )
         if job.optimizer is not None:
             _warn_of_own_optimizer(config)
     _warn_of_idle_muon(config, optimizers)
-    steps = config.epochs * num_batches(num_samples // world_size, config.batch_size)
+    epoch_batches = num_batches(num_samples // world_size, config.batch_size)
+    if job is not None:
+        epoch_batches = job.epoch_batches(config.batch_size, world_size)
+    steps = config.epochs * epoch_batches
     setting = setting_of(config, job, world_size, total_steps=steps)
     config.traits.check(config.strategy_options, setting)
     if num_samples < world_size:
@@ -76,7 +85,6 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     if config.shuffle != "global" and config.shards == "by-label" and not has_labels:
         raise ValueError(f"{name} has no labels to deal by; use --shards random.")
-    warn_of_no_effect(config, setting)
     if config.job is None:
         data.prepare(config.data, config.data_dir)
 
@@ -90,20 +98,6 @@ def _check_encryption(config: TrainConfig) -> None:
             f"which cannot encrypt: use --strategy {' or '.join(others)}, or leave --encrypt out "
             "and use a network that encrypts, such as WireGuard."
         )
-
-
-def warn_of_no_effect(config: TrainConfig, setting: Setting) -> None:
-    """Warn of options that differ from their defaults and that the length of the run undoes."""
-    options = config.strategy_options
-    if options is None:
-        return
-    if setting.world_size == 1:
-        for field in dataclasses.fields(options):
-            if (value := getattr(options, field.name)) != field.default:
-                warnings.warn(f"{field.name}={value} is not used: there is one rank.", stacklevel=2)
-        return
-    for message in config.traits.without_effect(options, setting):
-        warnings.warn(message, stacklevel=2)
 
 
 def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gossipgrad import checkpoint
 from gossipgrad.comm import load_replica, misfit, replica_state
+from gossipgrad.decentralized import average_states
 from gossipgrad.errors import EvictedError, GossipError
 
 from ._batches import Batches, RingBatches
@@ -168,7 +169,7 @@ class Checkpoints:
         label = self._strategy.checkpoint_label(steps) + self._base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
-        if not self._settle_rows():
+        if not self._drain_rows():
             return
         self._last = label
         try:
@@ -181,29 +182,35 @@ class Checkpoints:
             text = f"rank {self._rank}: the checkpoint of step {label} is left out: {error}"
             self._emit({"event": "checkpoint", "text": text})
 
-    def end(self, steps: int, loop_state: LoopState, *, together: bool) -> str | None:
-        """Saves the last one, with all ranks that live; why there is none of all, if so.
-
-        Where the ranks do not come together, each saves its own all the same: if all have made
-        equally many steps, these make a checkpoint.
+    def end(self, steps: int, loop_state: LoopState) -> str | None:
+        """Saves the last one, with all ranks that live; why there is none, if so; a collective.
 
         Args:
             steps: That this rank has made.
             loop_state: Where the run would go on.
-            together: Whether the ranks have just been together.
         """
         if self._saver is None:
             return None
+        label = self._strategy.checkpoint_label(steps) + self._base
         try:
-            if together:
-                return self._end_together(steps, loop_state)
-            why = "the ranks did not come together for it"
+            ends = self._strategy.agree([steps, label, self._last])
+            alike = len({made for made, *_ in ends}) == 1 and not self._strategy.is_stale
+            if not any(made for made, *_ in ends):
+                return None
+            if alike and all(last == label for *_, last in ends):
+                return None
+            if not self._drain_rows():
+                return "rows of the ring shuffle did not arrive"
+            self._last = max(max(label, last + 1) for _, label, last in ends)
+            state = self._state(loop_state, drain=not alike)
+            if self._save(state, self._last, wait_seconds=_LAST_SECONDS):
+                return None
+            return str(
+                self._saver.error
+                or f"the one before was still being written after {_LAST_SECONDS:g} s"
+            )
         except (GossipError, RuntimeError, ValueError) as error:
-            why = str(error)
-        try:
-            return self._end_alone(steps, loop_state, why)
-        except (GossipError, RuntimeError, ValueError) as error:
-            return f"{why}; rank {self._rank} could not save its own: {error}"
+            return str(error)
 
     def close(self) -> None:
         """Waits for what is being written, and says what could not be."""
@@ -237,50 +244,6 @@ class Checkpoints:
                 {"event": "checkpoint", "text": f"rank {self._rank}: {text}"}
             ),
         )
-
-    def _end_together(self, steps: int, loop_state: LoopState) -> str | None:
-        label = self._strategy.checkpoint_label(steps) + self._base
-        own = [steps, label, self._last, self._is_kept(self._last)]
-        ends = self._strategy.agree_at_end(own)
-        alike = len({one[0] for one in ends}) == 1 and not self._strategy.is_stale
-        if not any(one[0] for one in ends):
-            return None
-        if alike and all(last == label and kept for _, _, last, kept in ends):
-            return None
-        label = max(max(label, last + 1) for _, label, last, _ in ends)
-        if not self._settle_rows():
-            return "rows of the ring shuffle did not arrive"
-        return self._save_last(self._state(loop_state, drain=not alike), label)
-
-    def _end_alone(self, steps: int, loop_state: LoopState, why: str) -> str:
-        label = self._strategy.checkpoint_label(steps) + self._base
-        if self._strategy.is_stale or label <= self._last or not self._settle_rows():
-            return why
-        also = self._save_last(self._state(loop_state), label)
-        return (
-            f"{why}; {also or f'each rank that is left has saved its own, this one step {label}'}"
-        )
-
-    def _save_last(self, state: dict[str, Any], label: int) -> str | None:
-        assert self._saver is not None
-        self._last = label
-        if self._save(state, label, wait_seconds=_LAST_SECONDS):
-            return None
-        if (error := self._saver.error) is not None:
-            return f"{type(error).__name__}: {error}"
-        return f"the one before was still being written after {_LAST_SECONDS:g} s"
-
-    def _is_kept(self, label: int) -> bool:
-        """Whether this rank's part of a checkpoint is on the disk, and those who live suffice."""
-        assert self._saver is not None
-        self._saver.wait(_LAST_SECONDS)
-        try:
-            if label in checkpoint.steps(self._directory, run=self._config.run_name):
-                return True
-            own = checkpoint.manifest(self._directory, rank=self._rank, step=label)
-        except ValueError:
-            return False
-        return tuple(own.members) == (self._strategy.living or tuple(range(self._world_size)))
 
     def _state(self, loop_state: LoopState, *, drain: bool = False) -> dict[str, Any]:
         session = self._strategy.session
@@ -323,7 +286,7 @@ class Checkpoints:
             wait_seconds=wait_seconds,
         )
 
-    def _settle_rows(self) -> bool:
+    def _drain_rows(self) -> bool:
         if not isinstance(self._batches, RingBatches):
             return True
         try:
@@ -342,3 +305,81 @@ def is_behind(config: TrainConfig, epoch: int) -> str | None:
         f"epochs is {config.epochs}, but {epoch} are over in it: give --epochs {epoch} or more, or "
         "an older checkpoint with --resume-step"
     )
+
+
+def begin_from_consensus(
+    config: TrainConfig,
+    run_dir: RunDir,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    rank: int,
+    world_size: int,
+    epoch_batches: int,
+) -> tuple[LoopState, str] | None:
+    """Begins with the mean of the saved replicas where other ranks had saved them; local.
+
+    Weights and moments are the mean of all that were saved, the run goes on in the epoch in which
+    the furthest of these was, and all else, such as shares, residuals and learning rates, is that
+    of a start with so many ranks.
+
+    Args:
+        config: The options.
+        run_dir: Where the checkpoints lie.
+        model: Gets the mean.
+        optimizers: Get the mean of the moments.
+        rank: This rank.
+        world_size: How many there are.
+        epoch_batches: Batches of an epoch of this start.
+
+    Returns:
+        Where the run goes on, and what the user should know of it; None where nothing is resumed,
+        or by the ranks that saved it.
+
+    Raises:
+        ValueError: A state cannot be read, or does not fit, or there is no consensus.
+    """
+    if config.resume is None:
+        return None
+    step, directory = config.resume_step, run_dir.checkpoints
+    assert step is not None, "the front door has chosen one"
+    ranks = checkpoint.members(directory, step=step, run=config.run_name)
+    before = checkpoint.manifest(directory, rank=ranks[0], step=step).world_size
+    if ranks == tuple(range(world_size)) and before == world_size:
+        return None
+    if not config.traits.communicates:
+        if before == world_size:
+            return None
+        raise ValueError(
+            f"nproc is {world_size}, but the checkpoint of step {step} is of {before} ranks, each "
+            f"of which trained on its own (strategy {config.strategy}): there is no one model that "
+            f"others could go on from. Give --nproc {before}; or begin another run from the model "
+            f"of one rank: `gossipgrad export {run_dir.path} FILE --rank 0`, and load it in a job."
+        )
+    states = [checkpoint.load(directory, rank=one, step=step) for one in ranks]
+    mean = average_states(states)
+    furthest = max(
+        (state["loop"] for state in states), key=lambda one: (one["epoch"], one["batch"])
+    )
+    why = misfit(model, optimizers, mean) or edited(config, states[0])
+    if why or (why := is_behind(config, furthest["epoch"])):
+        raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
+    own = replica_state(model, optimizers, copy=False)["optimizers"]
+    mean["optimizers"] = [
+        {**one, "groups": here["groups"]} for one, here in zip(mean["optimizers"], own, strict=True)
+    ]
+    load_replica(model, optimizers, mean)
+    metrics = {name: value for name, value in furthest["metrics"].items() if name != "position"}
+    done = min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"]))
+    batch = round(done * epoch_batches)
+    metrics["steps"] = furthest["epoch"] * epoch_batches + batch
+    metrics["offset"] = None
+    if rank in ranks:
+        metrics["offset"] = states[ranks.index(rank)]["loop"]["metrics"]["offset"]
+    note = (
+        f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} went on "
+        "from their consensus: not bit for bit what those would have done"
+    )
+    if rank == 0:
+        warnings.warn(note, stacklevel=2)
+    return LoopState(epoch=furthest["epoch"], batch=batch, metrics=metrics), note

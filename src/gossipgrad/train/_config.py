@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ._files import write_whole
 from ._learning_rate import LearningRate, LrRule, LrSchedule
-from ._options import check_at_least, check_fields, from_plain, make_plain
+from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
 from .strategies import Setting, Strategy, check_options, find, options_by_section
 
 # Of each optimizer, where none is given.
@@ -116,9 +116,8 @@ class TrainConfig:
     threads: int = 1
     """Threads of compute of a rank on the CPU."""
     start_seconds: float = 120.0
-    """How long the others wait for a rank that they have never heard of, before a run begins
-    without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
-    if that is less."""
+    """How long ranks wait at the start for one that has not arrived, from the last that has, before
+    all end."""
     lost_after_seconds: float = 10.0
     """How long a rank may show no sign of life before the others go on without it for good, or,
     where they cannot, end."""
@@ -167,14 +166,22 @@ class TrainConfig:
             *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
             *("threads", "checkpoint_every", "keep_checkpoints", "refresh_every", "max_dim"),
         )
-        check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
-        check_at_least(self, 0, "max_staleness")
-        for name in ("threads", "data_threads"):
-            if (getattr(self, name) or 0) > _MOST_THREADS:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, but must be at most {_MOST_THREADS}: more "
-                    "threads than a rank has cores wait for each other."
-                )
+        times = ("shuffle_deadline_seconds", "start_seconds")
+        counts = ("seed", "trace", "data_threads", "warmup_epochs", "max_staleness")
+        check_at_least(self, 0, "weight_decay", *counts, *times)
+        check_rule(self, "finite", lambda value: value < math.inf, "weight_decay", *times)
+        check_rule(
+            self,
+            f"at most {_MOST_THREADS}: more threads than a rank has cores wait for each other",
+            lambda value: value <= _MOST_THREADS,
+            *("threads", "data_threads"),
+        )
+        positive = ("lr", "lost_after_seconds")
+        check_rule(self, "above 0 and finite", lambda value: 0 < value < math.inf, *positive)
+        shares = ("lr_gamma", "apoptosis")
+        check_rule(self, "above 0 and below 1", lambda value: 0 < value < 1, *shares)
+        check_rule(self, "at least 0 and below 1", lambda value: 0 <= value < 1, "momentum")
+        check_rule(self, "a name", bool, "wandb", "run_name")
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"warmup_epochs is {self.warmup_epochs}, but must be below epochs, {self.epochs}: "
@@ -186,19 +193,6 @@ class TrainConfig:
                 f"{self.warmup_epochs}: drops count from the start of the run, and the rate would "
                 "fall as soon as it has risen. Warm up for fewer epochs, or drop later."
             )
-        if not 0 < self.lr_gamma < 1:
-            raise ValueError(f"lr_gamma is {self.lr_gamma}, but must be above 0 and below 1.")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
-        check_at_least(self, 0, "shuffle_deadline_seconds", "start_seconds")
-        if not self.lost_after_seconds > 0:
-            raise ValueError(
-                f"lost_after_seconds is {self.lost_after_seconds}, but must be above 0."
-            )
-        times = ("shuffle_deadline_seconds", "start_seconds", "lost_after_seconds")
-        for name in ("weight_decay", *times):
-            if getattr(self, name) == math.inf:
-                raise ValueError(f"{name} is inf, but must be finite.")
         if self.apoptosis is not None:
             self._check_apoptosis(self.apoptosis)
         if self.resume_step is not None and self.resume is None:
@@ -206,16 +200,8 @@ class TrainConfig:
                 f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
                 "--resume."
             )
-        if self.wandb == "":
-            raise ValueError("wandb is empty, but must name a project.")
-        if self.run_name == "":
-            raise ValueError("run_name is empty, but must name the run; leave it out to draw one.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
 
     def _check_apoptosis(self, budget: float) -> None:
-        if not 0 < budget < 1:
-            raise ValueError(f"apoptosis is {budget}, but must be a share above 0 and below 1.")
         if not self.traits.can_shrink:
             raise ValueError(
                 f"apoptosis is {budget}, but the replicas of strategy {self.strategy} cannot "

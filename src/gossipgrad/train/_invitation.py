@@ -4,9 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,44 +19,23 @@ from ._layout import RunDir
 
 # Targets of so many samples tell two texts apart, which have no labels.
 _PROBED_SAMPLES = 64
-_KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Invitation:
     """How to join a run, or why nobody can.
 
-    It lets nobody in: who joins must know the secret of the run.
+    It lets nobody in: a joiner must know the secret of the run.
 
     Attributes:
         address: For `gg.join`; None if the run cannot be joined.
         refusal: Why not.
-        store: Host and port of the run's store.
-        data: What tells its data set from others.
-        version: Of gossipgrad.
+        data: Distinguishes its model and data set from others.
     """
 
     address: str | None
     refusal: str | None
-    store: tuple[str, int] | None
     data: str
-    version: str
-
-    @classmethod
-    def of(cls, session: Session, job: Job) -> "Invitation":
-        """The invitation to a session that trains a job."""
-        address = refusal = None
-        try:
-            address = session.join_address()
-        except (ValueError, GossipError) as error:  # a slow store is no reason not to train
-            refusal = str(error)
-        return cls(
-            address=address,
-            refusal=refusal,
-            store=place_of(session.group.store),
-            data=fingerprint_of(job),
-            version=version("gossipgrad"),
-        )
 
     def write(self, run_dir: RunDir) -> None:
         """Leave it in the folder of the run, readable by its owner alone."""
@@ -68,42 +45,24 @@ class Invitation:
             file.write(json.dumps(asdict(self), indent=2) + "\n")
         partial.replace(run_dir.invitation)
 
-    def knock(self) -> None:
-        """See that somebody listens where the run's store is, if it is known.
-
-        Raises:
-            OSError: Nobody does.
-        """
-        if self.store is not None:
-            socket.create_connection(self.store, timeout=_KNOCK_SECONDS).close()
-
     @classmethod
     def read(cls, run_dir: RunDir) -> "Invitation | None":
         """What a run has left, None if there is none.
 
         Raises:
-            ValueError: It cannot be read, or is none.
+            ValueError: It cannot be read, or is no invitation.
         """
         try:
             content: dict[str, Any] = json.loads(run_dir.invitation.read_text())
-            if content["version"] != version("gossipgrad"):  # another one may hold other things
-                content = {**_NOTHING, "version": str(content["version"])}
-            place = content["store"]
-            return cls(
-                address=content["address"],
-                refusal=content["refusal"],
-                store=None if place is None else (str(place[0]), int(place[1])),
-                data=content["data"],
-                version=content["version"],
-            )
+            return cls(**content)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise ValueError(
-                f"cannot read {run_dir.invitation}: {error.strerror}; whoever started the run can "
-                "join it."
+                f"cannot read {run_dir.invitation}: {error.strerror}; join as the user who started "
+                "the run."
             ) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
             ) from error
@@ -111,8 +70,15 @@ class Invitation:
 
 def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
     """Leave an invitation in the folder of the run; why there is none, if so."""
+    address = refusal = None
+    if job.train_loader is not None:
+        refusal = "its job has a loader of its own, whose shares are fixed"
     try:
-        Invitation.of(session, job).write(run_dir)
+        address = None if refusal else session.join_address()
+    except (ValueError, GossipError) as error:  # a slow store is no reason not to train
+        refusal = str(error)
+    try:
+        Invitation(address=address, refusal=refusal, data=fingerprint_of(job)).write(run_dir)
     except OSError as error:
         return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
     return None
@@ -124,14 +90,11 @@ def withdraw(run_dir: RunDir) -> None:
         run_dir.invitation.unlink()
 
 
-_NOTHING: dict[str, Any] = {"address": None, "refusal": None, "store": None, "data": ""}
-
-
 def fingerprint_of(job: Job) -> str:
     """A digest of the shapes of a model and of the labels of its samples."""
     shapes = [tuple(tensor.shape) for tensor in job.model.parameters()]
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=16)
-    for samples in (job.train_samples(), job.test_samples()):
+    for samples in (*([] if job.train is None else [job.train_samples()]), job.test_samples()):
         digest.update(str(len(samples)).encode())
         digest.update(_targets(samples).contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -149,9 +112,3 @@ def root_of(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def place_of(store: dist.Store) -> tuple[str, int] | None:
-    """Host and port of a store, if it is one that has them."""
-    root = root_of(store)
-    return (root.host, root.port) if isinstance(root, dist.TCPStore) else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset, default_collate
 
-from gossipgrad.data import Samples, TensorSamples
+from gossipgrad.data import Samples, TensorSamples, num_batches
 from gossipgrad.errors import GossipError
 
 
@@ -30,7 +30,11 @@ class Job:
             trained.
         train: A map-style `torch.utils.data.Dataset` of pairs (input, target), the same on every
             rank: ranks take their shares of its indices.
-        test: The same, for evaluation: each rank evaluates a part of it.
+        train_loader: In place of `train`: makes the `DataLoader` of a rank from rank and world
+            size, with equally many batches (inputs, targets) on all. Shares are then fixed: that of
+            a rank that dies is trained on by nobody after that, and no worker can join. A sampler
+            with `set_epoch` gets the epoch; a run that is resumed skips the batches that were done.
+        test: As `train`, for evaluation: each rank evaluates a part of it.
         loss: Of what the model returns and the targets of a batch: a scalar tensor, their mean.
         metric: Of the same, without gradients: a tensor with one number a prediction. Their mean
             over `test` is what a run reports, as `accuracy` in its files. None: whether the largest
@@ -56,7 +60,8 @@ class Job:
     """
 
     model: nn.Module
-    train: Any
+    train: Any = None
+    train_loader: Callable[[int, int], Any] | None = None
     test: Any
     loss: Callable[[Any, Any], Tensor]
     metric: Callable[[Any, Any], Tensor] | None = None
@@ -68,12 +73,15 @@ class Job:
             raise JobError(_wrong("model", self.model, "must be a torch.nn.Module"))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise JobError("Job.model has no parameter that needs gradients: nothing to train.")
-        for name in ("train", "test"):
+        if (self.train is None) == (self.train_loader is None):
+            raise JobError("Job.train or Job.train_loader must be given, and not both.")
+        for name in ("test", *(() if self.train is None else ("train",))):
             value = getattr(self, name)
             if isinstance(value, torch.utils.data.DataLoader):
                 raise JobError(
                     f"Job.{name} is a DataLoader, but must be its dataset: the run makes the "
-                    f"batches, so that ranks share them out. Give loader.dataset."
+                    "batches, so that ranks share them out. Give loader.dataset, or for loaders of "
+                    "your own Job.train_loader."
                 )
             if not hasattr(value, "__len__") or not (
                 hasattr(value, "__getitem__") or isinstance(value, Samples)
@@ -82,15 +90,30 @@ class Job:
                 raise JobError(_wrong(name, value, rule))
             if not len(value):
                 raise JobError(f"Job.{name} is empty, but must have samples.")
-        for name in ("loss", "metric", "optimizer", "collate"):
+        for name in ("loss", "metric", "optimizer", "train_loader", "collate"):
             value = getattr(self, name)
-            optional = name in ("metric", "optimizer")
+            optional = name in ("metric", "optimizer", "train_loader")
             if not callable(value) and not (optional and value is None):
                 raise JobError(_wrong(name, value, f"must be a function{' or None' * optional}"))
 
     def train_samples(self) -> Samples:
         """The training part, by index."""
         return _samples("train", self.train, self.collate)
+
+    def make_loader(self, rank: int, world_size: int) -> Any:
+        """The loader of a rank, of a job that has `train_loader`."""
+        assert self.train_loader is not None
+        loader = self.train_loader(rank, world_size)
+        if not hasattr(loader, "__len__") or not hasattr(loader, "__iter__") or not len(loader):
+            rule = "must return a DataLoader, with a length above 0"
+            raise JobError(_wrong("train_loader", loader, rule))
+        return loader
+
+    def epoch_batches(self, batch_size: int, world_size: int) -> int:
+        """Batches of a rank in an epoch."""
+        if self.train_loader is not None:
+            return len(self.make_loader(0, world_size))
+        return num_batches(len(self.train_samples()) // world_size, batch_size)
 
     def test_samples(self) -> Samples:
         """The test part, by index."""
@@ -133,13 +156,22 @@ class Job:
             JobError: An attribute cannot work; the message names it.
         """
         model = self.model.to(device)
-        for name, samples in (("train", self.train_samples()), ("test", self.test_samples())):
-            index = torch.arange(min(2, batch_size, len(samples)))
-            x, y = _tried(name, lambda samples=samples, index=index: samples.batch(index))
+
+        def first(samples: Samples) -> tuple[Any, Tensor]:
+            return samples.batch(torch.arange(min(2, batch_size, len(samples))))
+
+        batches: dict[str, Callable[[], tuple[Any, Tensor]]] = {
+            "train": lambda: first(self.train_samples()),
+            "train_loader": lambda: next(iter(self.make_loader(0, 1))),
+            "test": lambda: first(self.test_samples()),
+        }
+        del batches["train_loader" if self.train_loader is None else "train"]
+        for name, batch in batches.items():
+            x, y = _tried(name, batch)
             x, y = to_device(x, device), y.to(device)
-            model.train(name == "train")
+            model.train(name != "test")
             outputs = _tried("model", lambda x=x: model(x))
-            if name == "train":
+            if name != "test":
                 loss = _tried("loss", lambda outputs=outputs, y=y: self.loss(outputs, y))
                 if not isinstance(loss, Tensor) or loss.ndim:
                     rule = "must return a scalar tensor, the mean over the batch"

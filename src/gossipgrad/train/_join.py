@@ -1,31 +1,51 @@
-"""Joining a run under way: whether it can be joined, and starting the workers that do."""
+"""Joining a run under way: a worker whose first act is `gg.join`, and then is a rank like any."""
 
+import contextlib
 import dataclasses
 import json
+import math
+import os
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
+import gossipgrad as gg
 from gossipgrad import checkpoint, data
 from gossipgrad.comm import check_secret
-from gossipgrad.launch import Launched, Rendezvous, Worker, launch
+from gossipgrad.data import ElasticBatches
 
+from ._checkpoints import LoopState
 from ._config import TrainConfig
 from ._device import check_device
-from ._ending import put_together_orphan
-from ._invitation import Invitation
-from ._joiner import join_main
+from ._ending import MAILBOX, Ending
+from ._files import write_errors
+from ._invitation import Invitation, fingerprint_of, root_of
+from ._job import Job
 from ._layout import RunDir
 from ._lock import hold_lock
+from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
-from ._result import RankResult, RunFailedError, after_checks, exit_code_of
-from ._run import Timer, start_fork_server
-from .strategies import STRATEGIES
+from ._progress import Progress
+from ._rank import train_rank
+from ._result import RunFailedError, exit_code_of, short_cause
+from ._signals import Stops, end_at_once, hear_stops
+from ._tasks import load_job
+from .strategies import STRATEGIES, RunningStrategy, StopFlag
+
+_JOIN_SECONDS = 300.0
+_POLL_SECONDS = 0.5
+_ASK_SECONDS = 0.1
+# For the run to be put together, once this rank has handed in.
+_SUMMARY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +54,13 @@ class JoinConfig:
 
     Attributes:
         run: The folder of the run.
-        nproc: Workers to start here.
-        device: Where they train; None: as the run says.
+        device: Where this worker trains; None: as the run says.
         data_dir: Folder of data sets here; None: as the run says.
-        threads: Threads of compute of each; None: as the run says.
+        threads: Threads of compute; None: as the run says.
         quiet: Show no progress.
     """
 
     run: Path
-    nproc: int = 1
     device: Literal["cpu", "cuda", "auto"] | None = None
     data_dir: Path | None = None
     threads: int | None = None
@@ -51,48 +69,261 @@ class JoinConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        check_at_least(self, 1, "nproc", "threads")
+        check_at_least(self, 1, "threads")
 
 
-def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
-    """The run to join, as its workers here train in it, and its invitation; gets its data ready.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinOutcome:
+    """How joining a run ended.
+
+    Attributes:
+        exit_code: For the shell: 0 at the end of the run; 130 or 143 after Ctrl-C or SIGTERM.
+        run_dir: The folder of the run.
+        rank: The number that this worker had in the run.
+        steps: That it made.
+        samples: That it trained on.
+        left: Whether it left before the others stopped.
+        summary: The content of the run's `summary.json`; None if the run goes on, or was not put
+            together in time.
+    """
+
+    exit_code: int
+    run_dir: Path
+    rank: int
+    steps: int
+    samples: int
+    left: bool
+    summary: dict[str, Any] | None = None
+
+
+def join_run(options: JoinConfig) -> JoinOutcome:
+    """Join a run with this process, and train in it to its end.
+
+    It takes weights, optimizer state and its place in the run from one living rank while the
+    others keep stepping, then takes its share of the samples that are left. The run's options are
+    those of its `config.json`. On Ctrl-C or SIGTERM it leaves at the next step, and the run goes
+    on; before it has joined, and a second time, it ends at once. If this worker outlives all
+    processes that began the run, it trains to the end, and puts the run together here.
+
+    Args:
+        options: Which run, and what is this machine's own.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        ValueError: The run cannot be joined, or not from here.
+        RunFailedError: It could not join, or failed on the way; the message has the cause.
+        GossipError: The data set is missing and could not be fetched.
+    """
+    config, run_dir, invitation = _find_run(options)
+    assert config.nproc is not None
+    assert invitation.address is not None
+    progress, stop = Progress(config), threading.Event()
+    ending: Ending | None = None
+
+    def emit(event: Event) -> None:
+        nonlocal ending
+        event.pop("living", None)
+        if event["event"] == "joined":
+            assert joiner.mailbox is not None
+            ending = Ending(config, run_dir, joiner.mailbox, event["rank"])
+            donor = event["from_rank"]
+            progress.notice(f"joined as rank {event['rank']}, with the weights of rank {donor}")
+        progress.take(event)
+
+    def on_stop(stops: Stops) -> None:
+        if joiner.rank is None:
+            progress.notice("stopped before this worker had joined; the run goes on")
+        if joiner.rank is None or stops.insisted:
+            end_at_once(stops)
+        progress.notice("leaving the run, which goes on; once more to end at once")
+        stop.set()
+
+    joiner = RunJoiner(invitation.address, run_dir, stop=stop, emit=emit)
+    with hold_lock(run_dir), hear_stops(on_stop) as stops, closing(progress), closing(joiner):
+        try:
+            job = load_job(config)
+            _check_data(config, job, invitation)
+            result = train_rank(
+                config,
+                job,
+                run_dir,
+                rank=0,
+                world_size=config.nproc,
+                stop=stop,
+                emit=emit,
+                joiner=joiner,
+            )
+            assert ending is not None, "it has joined"
+            ending.hand_in({"result": result.to_json()})
+            outcome = None if result.left else ending.finish()
+        except Exception as error:
+            if ending is not None:
+                ending.hand_in({"cause": f"failed: {short_cause(error)}"})
+            raise RunFailedError(_describe_failure(error, run_dir, joiner.rank)) from error
+        finally:
+            if ending is not None:
+                ending.close()
+    summary = None if outcome is None else outcome.summary
+    if summary is None and not result.left:
+        summary = _await_summary(run_dir)
+    return JoinOutcome(
+        exit_code=exit_code_of(stops.first if result.stopped else None),
+        run_dir=run_dir.path,
+        rank=result.rank,
+        steps=result.steps,
+        samples=result.samples,
+        left=result.left,
+        summary=summary,
+    )
+
+
+class RunJoiner:
+    """Joins a run, and stops with it, or leaves it before.
+
+    While it trains it polls whether the run stops.
+
+    Args:
+        address: Of the run, for `gg.join`.
+        run_dir: The folder of the run.
+        stop: Set from outside when this worker is to leave; set here when the run stops.
+        emit: Takes a "joined" event.
+
+    Attributes:
+        carried: The state of the donor's loop.
+        begun_step: The step of the run after which this worker begins.
+        rank: Its rank; None before it has joined.
+        mailbox: Where ranks leave what they have learned; None before it has joined.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run_dir: RunDir,
+        *,
+        stop: threading.Event,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._address, self._run_dir = address, run_dir
+        self._stop, self._emit = stop, emit
+        self.begun_step = 0
+        self.rank: int | None = None
+        self.mailbox: dist.Store | None = None
+        self.carried: dict[str, Any] = {}
+        self._batches: ElasticBatches | None = None
+        self._run_stops = False
+        self._asked_seconds = -math.inf
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker is to stop, and the run is not."""
+        return self._stop.is_set() and not self._run_stops
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was put together already, without this worker."""
+        return self._run_dir.summary.exists()
+
+    def enter(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
+    ) -> gg.GossipSession:
+        """Join; model and optimizers are then those of a living rank, but for the initial rates.
+
+        Raises:
+            ValueError, GossipError: As `gg.join`.
+        """
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        session = gg.join(
+            model, optimizers, self._address, **settings, timeout_seconds=_JOIN_SECONDS
+        )
+        for optimizer, initial in zip(optimizers, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, initial, strict=True):
+                group["initial_lr"] = rate  # what schedules go by
+        assert session.joined_with is not None
+        self.rank = session.rank
+        self.mailbox = dist.PrefixStore(MAILBOX, root_of(session.group.store))
+        self.carried = session.joined_with
+        marker = self._run_dir.rank_joined(session.rank)
+        with contextlib.suppress(OSError):
+            if not self.is_over:
+                marker.parent.mkdir(exist_ok=True)
+                begun = self.carried["strategy"]["ahead"] + session.position
+                marker.write_text(json.dumps({"step": begun}))
+        self._thread = threading.Thread(
+            target=self._watch,
+            args=(StopFlag(session.group.store),),
+            name="gossipgrad-joiner",
+            daemon=True,
+        )
+        self._thread.start()
+        donor = session.membership.joined[session.rank].donor
+        self._emit({"event": "joined", "rank": session.rank, "from_rank": donor})
+        return session
+
+    def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
+        """Where the run is, by the donor's state and the newest epoch in the store; local."""
+        self._batches = batches
+        carried, strategy_state = self.carried, dict(self.carried["strategy"])
+        epoch = max(carried["epoch"], batches.newest_epoch() or 0)
+        strategy_state["evaluations"] += epoch - carried["epoch"]  # one at the end of each
+        strategy.load_state_dict(strategy_state)
+        self.begun_step = strategy.position(0)
+        metrics = {
+            "steps": self.begun_step,
+            "epochs": epoch,
+            "position": carried["position"],
+            "seconds": carried["seconds"],
+            "offset": None,
+            **dict.fromkeys(("samples", "epoch_samples"), 0),
+            **dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0),
+        }
+        return LoopState(epoch=epoch, batch=0, metrics=metrics)
+
+    def flush(self) -> None:
+        """Report which samples were used, before this worker leaves, so that no others are lost."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def is_behind(self) -> bool:
+        """Whether the others train in an epoch that this rank has not begun; asked often."""
+        now = time.monotonic()
+        if self._batches is None or now - self._asked_seconds < _ASK_SECONDS:
+            return False
+        self._asked_seconds = now
+        return self._batches.is_behind()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, flag: StopFlag) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            if not self._run_stops:
+                is_set = flag.is_set()
+                if is_set or (is_set is None and self.is_over):
+                    self._run_stops = True
+                    self._stop.set()
+        flag.close()
+
+
+def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
+    """The run to join, as a worker here trains in it, and its invitation; gets its data ready.
 
     Raises:
         ValueError: It cannot be joined, or not from here.
         GossipError: The data set is missing and could not be fetched.
     """
     run_dir = RunDir(options.run)
-    _check_is_run(run_dir)
-    invitation = Invitation.read(run_dir)
-    if invitation is not None and invitation.version != version("gossipgrad"):
-        raise ValueError(
-            f"the run in {run_dir.path} is one of gossipgrad {invitation.version}, and here is "
-            f"{version('gossipgrad')}: install the same."
-        )
-    config = _config_of(options, run_dir)
-    _check_can_grow(config, run_dir)
-    if invitation is None:
-        raise ValueError(f"the run in {run_dir.path} {_why_not_invited(run_dir)}")
-    if invitation.address is None:
-        raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
-    check_secret(None)
-    check_device(config)
-    _knock(invitation, run_dir)
-    if config.job is None:
-        data.prepare(config.data, config.data_dir)
-    return config, run_dir, invitation
-
-
-def _check_is_run(run_dir: RunDir) -> None:
     if not run_dir.config.exists():
-        what = "holds no run" if run_dir.path.is_dir() else "is no folder"
         raise ValueError(
-            f"{run_dir.path} {what}: name the folder that a run which is training writes to, its "
-            "--out."
+            f"{run_dir.path} holds no run: name the folder that a run which is training writes to, "
+            "its --out."
         )
-
-
-def _config_of(options: JoinConfig, run_dir: RunDir) -> TrainConfig:
     config = TrainConfig.from_file(run_dir.config, same_run=True)
     own = {name: getattr(options, name) for name in ("device", "data_dir", "threads")}
     config = dataclasses.replace(
@@ -102,191 +333,57 @@ def _config_of(options: JoinConfig, run_dir: RunDir) -> TrainConfig:
         wandb=None,
         trace=0,  # of steps near the start of the run
     )
-    return config.resolved(nproc=config.nproc or 1, out=run_dir.path)
-
-
-def _check_can_grow(config: TrainConfig, run_dir: RunDir) -> None:
-    if not config.traits.can_grow:
+    config = config.resolved(nproc=config.nproc or 1, out=run_dir.path)
+    if not config.traits.can_grow or config.shuffle != "global":
         can = " or ".join(one.name for one in STRATEGIES.values() if one.can_grow)
         raise ValueError(
-            f"the run in {run_dir.path} has strategy {config.strategy}, and its ranks are those it "
-            f"was started with: only runs of strategy {can} can be joined."
+            f"the run in {run_dir.path} has strategy {config.strategy} and shuffle "
+            f"{config.shuffle}: only runs of strategy {can} with --shuffle global can be joined."
         )
-    if config.shuffle != "global":
-        has = "moves around a ring of" if config.shuffle == "ring" else "belongs to one of"
+    if (invitation := Invitation.read(run_dir)) is None:
         raise ValueError(
-            f"the run in {run_dir.path} has shuffle {config.shuffle}: every sample {has} the ranks "
-            "that were there at the start, and there is none for another. Only runs with --shuffle "
-            "global can be joined."
+            f"the run in {run_dir.path} is not training. If it starts just now, try again when it "
+            f"has shown its first epoch; if it is over, or was killed, {_start_again(run_dir)}."
+        )
+    if invitation.address is None:
+        raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
+    check_secret(None)
+    check_device(config)
+    if config.job is None:
+        data.prepare(config.data, config.data_dir)
+    return config, run_dir, invitation
+
+
+def _check_data(config: TrainConfig, job: Job, invitation: Invitation) -> None:
+    if fingerprint_of(job) != invitation.data:
+        what = f"job {config.job}" if config.job else f"data set {config.data}"
+        raise ValueError(
+            f"the {what} is another here than where the run was started: its model, or the number "
+            "or the labels of its samples. Put the same here; --data-dir names another folder of "
+            "data sets."
         )
 
 
-def _why_not_invited(run_dir: RunDir) -> str:
-    if run_dir.partial.exists():
-        return (
-            "is not training: it starts or ends just now, or was killed. If it starts, try again "
-            f"when it has shown its first epoch; after a kill {_begin_again(run_dir)}"
+def _describe_failure(error: Exception, run_dir: RunDir, rank: int | None) -> str:
+    cause = short_cause(error).rstrip(".")
+    if rank is None:
+        where = run_dir.join_errors(os.getpid())
+        what = (
+            f"could not join the run in {run_dir.path}: {cause}; if it was killed, "
+            f"{_start_again(run_dir)}"
         )
-    if run_dir.summary.exists():
-        return f"is over: {_begin_again(run_dir)}"
-    return f"has failed, or was stopped before it began: {_begin_again(run_dir)}"
+    else:
+        where = run_dir.errors(rank)
+        what = f"rank {rank} failed: {cause}"
+    if not run_dir.invitation.exists():
+        what = f"the run in {run_dir.path} has ended meanwhile ({what})"
+    return f"{what} (traceback in {where})" if write_errors(where, traceback.format_exc()) else what
 
 
-def _begin_again(run_dir: RunDir) -> str:
+def _start_again(run_dir: RunDir) -> str:
     if checkpoint.steps(run_dir.checkpoints):
-        return f"go on with it by `gossipgrad train --resume {run_dir.path}`."
-    return f"begin another like it by `gossipgrad train --config {run_dir.config}`."
-
-
-def _knock(invitation: Invitation, run_dir: RunDir) -> None:
-    """Refuse a run whose store does not answer, before workers have loaded anything."""
-    if invitation.store is None:
-        return
-    host, port = invitation.store
-    try:
-        invitation.knock()
-    except OSError as error:
-        raise ValueError(
-            f"nobody listens at {host}:{port}, where the run in {run_dir.path} has its store "
-            f"({error.strerror or error}): it was killed, or is out of reach from this machine. If "
-            f"it was killed, {_begin_again(run_dir)}"
-        ) from error
-
-
-_POLL_SECONDS = 0.1
-# For the run to be put together, when the last rank here has handed in.
-_SUMMARY_SECONDS = 60.0
-# For a worker to end after the run, or after a signal: one that still runs hangs.
-_OVER_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JoinOutcome:
-    """How joining a run ended.
-
-    Attributes:
-        exit_code: For the shell: 0 when all workers reached the end of the run; 130 if they left it
-            after Ctrl-C, and 143 after SIGTERM; else 1 when one has failed, though others reached
-            the end.
-        run_dir: The folder of the run.
-        parts: Of each worker that joined and reached its end: its "rank", its "steps" and
-            "samples", whether it "left" before the others stopped, and whether it is "late": the
-            run was put together without it, for it had ended as this worker came.
-        summary: The content of the run's `summary.json`; None if it goes on, or was not put
-            together in time.
-        failures: Why workers did not come to their end, each in words that begin with which.
-    """
-
-    exit_code: int
-    run_dir: Path
-    parts: list[dict[str, Any]]
-    summary: dict[str, Any] | None = None
-    failures: list[str] = field(default_factory=list)
-
-
-def join_run(options: JoinConfig) -> JoinOutcome:
-    """Start workers on this machine that join a run, and train in it to its end.
-
-    Each takes weights, optimizer state and its place in the run from one living rank while the
-    others keep stepping, then takes its share of the samples that are left. The run's options are
-    those of its `config.json`. It goes on without these workers when they leave by Ctrl-C or
-    SIGTERM, or die. If they outlive all processes that began the run, they train to its end, and
-    put it together here.
-
-    Like every program that starts processes with multiprocessing, a script that calls this keeps
-    the call under `if __name__ == "__main__":`.
-
-    Args:
-        options: Which run, and what is this machine's own.
-
-    Returns:
-        How it ended.
-
-    Raises:
-        ValueError: The run cannot be joined; nothing was started.
-        RunFailedError: No worker has joined, or all of them failed.
-        GossipError: The data set is missing and could not be fetched.
-    """
-    config, run_dir, invitation = find_run(options)
-    with hold_lock(run_dir), Rendezvous(options.nproc) as rendezvous:
-        shared = {"config": config.to_json(), "invitation": asdict(invitation)}
-        rendezvous.store.set("join", json.dumps(shared))
-        start_fork_server(config)
-        launched = launch(
-            join_main,
-            rendezvous,
-            grace_seconds=float("inf"),  # a second signal ends them
-            supervise=_Supervisor(run_dir),
-            describe=lambda end: _end_of(rendezvous.store, end.rank).get("cause", end.cause),
-        )
-        results, failures = _ends(rendezvous.store, launched, run_dir)
-        if failures and not results and launched.stopped_by is None:
-            if run_dir.invitation.exists():
-                raise RunFailedError(failures[0])
-            raise RunFailedError(f"the run in {run_dir.path} ended meanwhile ({failures[0]})")
-        summary = None
-        if results:
-            with after_checks():
-                summary = put_together_orphan(config, run_dir, results)
-    if summary is None and not all(result.left for result in results.values()):
-        summary = _await_summary(run_dir)
-    cut_short = not results or any(result.stopped for result in results.values())
-    return JoinOutcome(
-        exit_code=exit_code_of(launched.stopped_by if cut_short else None) or int(bool(failures)),
-        run_dir=run_dir.path,
-        parts=[
-            {
-                "rank": rank,
-                "steps": result.steps,
-                "samples": result.samples,
-                "left": result.left,
-                "late": summary is not None and rank not in _counted(summary),
-            }
-            for rank, result in sorted(results.items())
-        ],
-        summary=summary,
-        failures=failures,
-    )
-
-
-class _Supervisor:
-    """Ends workers that stand still when the run is over."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
-        self._over = Timer(_OVER_SECONDS)
-
-    def __call__(self, workers: Sequence[Worker]) -> None:
-        if self._over.has_passed(since=self._run_dir.summary.exists()):
-            for worker in workers:
-                worker.kill()
-
-
-def _end_of(store: dist.Store, number: int) -> dict[str, Any]:
-    key = f"end{number}"
-    return json.loads(store.get(key)) if store.check([key]) else {}
-
-
-def _ends(
-    store: dist.Store, launched: Launched, run_dir: RunDir
-) -> tuple[dict[int, RankResult], list[str]]:
-    """What the workers that reached their end handed in, by rank, and why others did not."""
-    results, failures = {}, []
-    for number, process in launched.exits.items():
-        end = _end_of(store, number)
-        if "result" in end:
-            results[end["rank"]] = RankResult.from_json(end["result"])
-        elif process.code and process.code != exit_code_of(launched.stopped_by):
-            rank = end.get("rank")
-            name = f"worker {number}" if rank is None else f"rank {rank}"
-            trace = f" (traceback in {end['trace']})" if "trace" in end else ""
-            failures.append(f"{name} {end.get('cause', process.cause).rstrip('.')}{trace}")
-    return results, failures
-
-
-def _counted(summary: dict[str, Any]) -> set[int]:
-    """Whose results the run has, of those that joined it."""
-    return {one["rank"] for one in summary["joined"] if one["end"] != "lost"}
+        return f"go on with it by `gossipgrad train --resume {run_dir.path}`"
+    return f"begin another like it by `gossipgrad train --config {run_dir.config}`"
 
 
 def _await_summary(run_dir: RunDir) -> dict[str, Any] | None:

@@ -4,8 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ._config import TrainConfig
 from ._layout import RunDir
@@ -13,44 +12,33 @@ from ._layout import RunDir
 _CLOSE_SECONDS = 30.0
 
 
-@runtime_checkable
 class Logger(Protocol):
-    """Takes figures of one rank as they come."""
+    """Takes figures of one rank as they come; steps never fall, and one may come twice."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Note the figures of a step; steps never fall, and one may come twice."""
+        """Note the figures of a step."""
 
     def close(self) -> None:
         """Write down what is held back; nothing is logged after."""
 
 
 class TensorBoard:
-    """Event files of one rank, in `DIR/tensorboard/rankN`.
-
-    Every rank has its own: replicas that gossip differ, TensorBoard lays the folders over each
-    other, and no rank's figures are lost with another.
-    """
+    """Event files of one rank, in `DIR/tensorboard/rankN`, which TensorBoard lays together."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run_dir.tensorboard(rank)))
+        self.close = self._writer.close
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point to the curve of each figure."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush the event file."""
-        self._writer.close()
-
 
 class WandB:
-    """A run at Weights & Biases, of rank 0 alone: one training is one run there.
-
-    Whether it goes over the network is up to `WANDB_MODE`, as everywhere with this package.
-    """
+    """A run at Weights & Biases, of rank 0 alone; `WANDB_MODE` says if it uses the network."""
 
     def __init__(self, config: TrainConfig, run_dir: RunDir) -> None:
         import wandb  # pyrefly: ignore[missing-import]
@@ -61,22 +49,18 @@ class WandB:
             dir=str(run_dir.path),
             config=config.to_json(),
         )
+        self.close = self._run.finish
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the figures to the history of the run."""
         self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        """End the run; what was not sent yet is."""
-        self._run.finish()
 
 
 class Loggers:
     """Passes figures on to several loggers; one that raises is dropped, with one warning.
 
     Args:
-        openers: What makes each logger, by its name. One that cannot be made is left out, with a
-            warning as well.
+        openers: What makes each logger, by its name.
 
     Attributes:
         notes: What went wrong, in words.
@@ -89,7 +73,7 @@ class Loggers:
             try:
                 self._loggers[name] = opener()
             except Exception as error:
-                self._give_up(name, error)
+                self._drop(name, error)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the figures on."""
@@ -97,13 +81,11 @@ class Loggers:
             try:
                 logger.log(step, scalars)
             except Exception as error:
-                del self._loggers[name]
-                self._give_up(name, error)
+                self._drop(name, error)
 
     def close(self) -> None:
         """Close all, each within half a minute; then go on without it."""
-        loggers, self._loggers = self._loggers, {}
-        for name, logger in loggers.items():
+        for name, logger in list(self._loggers.items()):
             raised: list[Exception] = []
             closing = threading.Thread(target=_close, args=(logger, raised), daemon=True)
             closing.start()
@@ -111,15 +93,24 @@ class Loggers:
             if closing.is_alive():
                 raised.append(TimeoutError(f"not closed after {_CLOSE_SECONDS:.0f} s"))
             for error in raised:
-                self._give_up(name, error)
+                self._drop(name, error)
+        self._loggers = {}
 
-    def _give_up(self, name: str, error: Exception) -> None:
+    def _drop(self, name: str, error: Exception) -> None:
+        self._loggers.pop(name, None)
         what = f"{name} has stopped ({type(error).__name__}: {error})"
         self.notes.append(what)
         warnings.warn(
             f"{what}; training goes on without it, and the metrics files have all figures.",
             stacklevel=3,
         )
+
+
+def _close(logger: Logger, raised: list[Exception]) -> None:
+    try:
+        logger.close()
+    except Exception as error:
+        raised.append(error)
 
 
 def open_loggers(config: TrainConfig, run_dir: RunDir, rank: int) -> Loggers:
@@ -133,34 +124,14 @@ def open_loggers(config: TrainConfig, run_dir: RunDir, rank: int) -> Loggers:
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Raise `ValueError` for a logger that is not installed, or cannot write to such a folder."""
+    """Raise `ValueError` for a logger that is not installed."""
     for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
-        if wanted and not _is_installed(package):
+        spec = find_spec(package) if wanted else None
+        if wanted and (spec is None or spec.origin is None):  # a mere folder has no origin
             raise ValueError(
                 f"--{package} needs the package {package}: pip install 'gossipgrad[{package}]', "
                 "or leave the option out; the metrics files have the same figures."
             )
-        if wanted and not _is_text(config.out):
-            raise ValueError(
-                f"--{package} takes folders whose names are UTF-8 alone, which that of --out is "
-                f"not: {str(config.out)!a}; name another folder, or leave the option out; the "
-                "metrics files have the same figures."
-            )
-
-
-def _is_installed(package: str) -> bool:
-    """Whether there is such a package: a mere folder of that name has a specification as well."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
-def _is_text(path: Path | None) -> bool:
-    """Whether a path can be written as UTF-8; one from the shell may be any bytes."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -177,10 +148,3 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
             if name != "step" and isinstance(part, int | float):
                 found["/".join(filter(None, (record["event"], name, key)))] = float(part)
     return found
-
-
-def _close(logger: Logger, raised: list[Exception]) -> None:
-    try:
-        logger.close()
-    except Exception as error:
-        raised.append(error)

@@ -20,7 +20,7 @@ from ._checkpoints import Checkpoints, LoopState
 from ._evaluate import Evaluation, TestPart
 from ._job import to_device
 from ._metrics import Event, Metrics
-from ._result import DivergedError, RunStopped
+from ._result import DivergedError
 from ._spans import StepSpans
 from .strategies import RunningStrategy
 
@@ -151,9 +151,8 @@ class Loop:
         )
         for epoch in range(first, self.epochs):
             finished = self._train_epoch(epoch, batch if epoch == first else 0)
-            loop_state = self._loop_state(
-                epoch
-            )  # before an evaluation that a resumed run has not come to
+            # Before an evaluation, which a run that is resumed here has not made.
+            loop_state = self._loop_state(epoch)
             evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
             if finished:
                 self.metrics.epochs += 1
@@ -177,7 +176,7 @@ class Loop:
         batches = self.batches.epoch(epoch, start_batch=batch)
         while not self.position.is_over(self.metrics.steps):
             step = self.metrics.steps + 1
-            if self.stop.is_set() and self.strategy.should_stop(step):
+            if self.strategy.should_stop(step, is_asked=self.stop.is_set()):
                 return False
             self.spans.begin(step)
             start_seconds = perf_counter()
@@ -186,10 +185,7 @@ class Loop:
             if drawn is None:
                 break
             x, y = drawn
-            try:
-                loss = self._step(x, y, step)
-            except RunStopped:
-                return False
+            loss = self._step(x, y, step)
             self._unread.append((step, loss, len(y)))
             if self.device.type == "cpu" or step % self.log_every == 0:
                 self._read_losses()
@@ -240,8 +236,9 @@ class Loop:
     def _save_last(self, loop_state: LoopState, evaluation: Evaluation) -> None:
         if self.strategy.has_left:
             return
-        together = evaluation.is_consensus or not self.strategy.meets
-        why = self.checkpoints.end(self.metrics.steps, loop_state, together=together)
+        why: str | None = "the ranks did not come together for it"
+        if evaluation.is_consensus or not self.strategy.meets:
+            why = self.checkpoints.end(self.metrics.steps, loop_state)
         if why is not None:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 

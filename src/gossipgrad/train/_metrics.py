@@ -79,9 +79,12 @@ class Metrics:
     @property
     def notes(self) -> list[str]:
         """What could not be written, in words."""
-        if self._error is None:
-            return []
-        return [f"events that the metrics lack: {self._left_out}, because of {self._error}"]
+        notes = list(self._loggers.notes)
+        if self._error is not None:
+            notes.append(
+                f"events that the metrics lack: {self._left_out}, because of {self._error}"
+            )
+        return notes
 
     @property
     def seconds(self) -> float:

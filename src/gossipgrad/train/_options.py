@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +28,15 @@ def make_plain(owner: Any) -> None:
 
 def check_at_least(owner: object, least: int, *names: str) -> None:
     """Raise `ValueError` for a field of `owner` that is less than `least`; None is no number."""
+    check_rule(owner, f"at least {least}", lambda value: value >= least, *names)
+
+
+def check_rule(owner: object, rule: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise `ValueError` for a field of `owner` that is not None, and for which `holds` is not."""
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} is {value}, but must be at least {least}.")
+        if value is not None and not holds(value):
+            raise ValueError(f"{name} is {value!r}, but must be {rule}.")
 
 
 def check_fields(owner: Any) -> None:

@@ -1,11 +1,9 @@
 """What one rank does: the training loop and the evaluations around it."""
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,31 +15,36 @@ from gossipgrad.data import ElasticBatches
 from gossipgrad.errors import EvictedError
 from gossipgrad.second_order import SecondOrder
 
-from ._batches import Groups, RingBatches, deal_anew, make_batches, notes_on
-from ._checkpoints import Checkpoints
+from ._batches import (
+    AnyBatches,
+    Groups,
+    LoaderBatches,
+    RingBatches,
+    make_batches,
+    notes_on,
+)
+from ._checkpoints import Checkpoints, LoopState, begin_from_consensus
 from ._config import TrainConfig
 from ._device import find_device
-from ._evaluate import TestPart, copy_of
+from ._evaluate import Evaluation, TestPart, copy_of
 from ._files import reserve_model, write_model
 from ._invitation import invite, withdraw
-from ._job import Job
+from ._job import Job, JobError
 from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop, RunPosition
-from ._losses import notes_on_shares, record_store_losses
 from ._metrics import Event, Metrics
 from ._optimizers import make_optimizers, make_schedulers, notes_on_muon, set_step
-from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
 from ._result import RankResult
 from ._resume import begin_resumed
-from ._shrinking import shrink, tell
+from ._shrinking import note_on_widths, shrink
 from ._spans import StepSpans
 from ._tasks import setting_of
-from .strategies import Replica, RunningStrategy
+from .strategies import Replica
 
 if TYPE_CHECKING:
-    from ._joiner import RunJoiner
+    from ._join import RunJoiner
 
 
 def train_rank(
@@ -54,7 +57,6 @@ def train_rank(
     stop: threading.Event,
     emit: Callable[[Event], None],
     groups: Groups | None = None,
-    members: Sequence[int] | None = None,
     joiner: "RunJoiner | None" = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
@@ -74,8 +76,7 @@ def train_rank(
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for the user: "ready", "progress", "members", "epoch",
             "checkpoint".
-        groups: Private groups of the ranks that begin, by name.
-        members: These ranks, rising; None: all.
+        groups: Private groups of the ranks, by name.
         joiner: Joins the run, which trains already; None: takes part from its start.
 
     Returns:
@@ -88,167 +89,249 @@ def train_rank(
         GossipError: There is no space for the model; without it, nothing is trained.
     """
     torch.set_num_threads(config.threads)
-    device = find_device(config, rank=rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    model = job.model.to(device)
-    optimizers = make_optimizers(config, model, job)
-    threads = config.batch_threads
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
-        session = None
-        if joiner is not None:
-            settings = config.traits.session_settings(
-                config.strategy_options, setting_of(config, job, world_size)
-            )
-            session = joiner.enter(model, optimizers, settings)
-            unstarted.callback(session.close)
-            rank = session.rank
-        # Equal weights at the start, but dropout masks of its own.
-        seed_rank(config.seed, rank)
-        share = rank if joiner is None else 0  # no share is a joiner's, but parts of all
-        batches = make_batches(
-            config, job.train_samples(), rank=share, world_size=world_size, groups=groups
-        )
-        if isinstance(batches, RingBatches):
-            unstarted.callback(batches.close)
-        total_steps = config.epochs * len(batches)
-        loop_state, note = None, f"resumed from the checkpoint of step {config.resume_step}"
-        former = []
-        members = tuple(range(world_size) if members is None else members)
-        if (others := other_ranks(config, run_dir, members, world_size)) is not None:
-            loop_state, note, former = start_from_consensus(
-                config,
-                run_dir,
-                others,
-                model,
-                optimizers,
-                rank=rank,
-                members=members,
-                epoch_batches=len(batches),
-            )
-        spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
-        for optimizer in optimizers:
-            if isinstance(optimizer, SecondOrder):
-                optimizer.recorder = spans
-                unstarted.callback(optimizer.close)
-        test = TestPart(
-            job,
-            rank=rank,
-            world_size=world_size,
-            threads=threads,
-            device=device,
-            beat=partial(_touch, run_dir.metrics(rank)),
-        )
-        replica = Replica(
-            model=model,
-            optimizers=optimizers,
-            stop=stop,
-            spans=spans,
-            groups=groups,
-            session=session,
-            joiner=joiner,
-        )
-        setting = setting_of(config, job, world_size, total_steps=total_steps)
-        strategy = config.traits.build(replica, setting, config.strategy_options)
-        unstarted.callback(strategy.close)
-        batches = deal_anew(config, batches, strategy.session)
-        if joiner is not None and isinstance(batches, ElasticBatches):
-            loop_state = joiner.make_loop_state(strategy, batches)
-        schedulers = make_schedulers(
-            config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
-        )
-        checkpoints = Checkpoints(
+        one = _Rank(
             config,
+            job,
             run_dir,
             rank=rank,
             world_size=world_size,
-            model=model,
-            optimizers=optimizers,
-            strategy=strategy,
-            batches=batches,
-            device=device,
-            emit=emit,
+            stop=stop,
+            groups=groups,
+            joiner=joiner,
+            unstarted=unstarted,
         )
-        if joiner is None and loop_state is not None:
-            strategy.load_former_states(loop_state.metrics["steps"], former)
-        elif config.resume is not None:
-            loop_state = checkpoints.resume()
-        former = []
-        checkpoints.begin(loop_state, None if joiner is None else joiner.carried["checkpoints"])
-        resumed = None if loop_state is None else loop_state.metrics
-        position = RunPosition(strategy, batches, resumed)
-        if resumed is not None:
-            set_step(schedulers, position.at(resumed["steps"]))
-            spans.set_step(resumed["steps"])
-        if config.resume is not None:
-            strategy.notes.append(note)
-        anew = resumed is not None and resumed["offset"] is None
-        begin_resumed(config, run_dir, rank=rank, anew=anew)
+        checkpoints, loop_state = one.restore(emit)
         shrinking = shrink(
-            config, job, strategy, model, optimizers, total_steps=total_steps, device=device
+            config,
+            job,
+            one.strategy,
+            one.model,
+            one.optimizers,
+            total_steps=one.total_steps,
+            device=one.device,
         )
-        loggers = open_loggers(config, run_dir, rank)
+        rank, loggers = one.rank, open_loggers(config, run_dir, one.rank)
+        resumed = None if loop_state is None else loop_state.metrics
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
             closing(checkpoints),
-            _saved_if_evicted(model, run_dir.evicted_model(rank)),
-            record_store_losses() as store_losses,
+            _saved_if_evicted(one.model, run_dir.evicted_model(rank)),
         ):
             loop = Loop(
-                strategy=strategy,
+                strategy=one.strategy,
                 criterion=job.loss,
-                optimizers=optimizers,
-                schedulers=schedulers,
-                batches=batches,
-                position=position,
-                test=test,
-                device=device,
+                optimizers=one.optimizers,
+                schedulers=one.schedulers,
+                batches=one.batches,
+                position=one.position,
+                test=one.test,
+                device=one.device,
                 epochs=config.epochs,
                 log_every=config.log_every,
                 metrics=metrics,
-                spans=spans,
+                spans=one.spans,
                 stop=stop,
                 emit=emit,
                 checkpoints=checkpoints,
                 loop_state=loop_state,
                 widths=None if shrinking is None else shrinking.widths,
             )
-            if strategy.session is not None:
-                strategy.session.carry = loop.carried
-            if (why := _invite(strategy, job, run_dir, config)) is not None:
-                strategy.notes.append(why)
-            reserve_model(run_dir, rank, model)
-            emit({"event": "ready", "total_steps": total_steps, "living": strategy.living})
+            one.invite(loop)
+            reserve_model(run_dir, rank, one.model)
+            emit({"event": "ready", "total_steps": one.total_steps, "living": one.strategy.living})
             unstarted.pop_all()
             final = loop.run()
             seconds = metrics.seconds
+    one.strategy.notes += note_on_widths(shrinking)
+    if shrinking is not None:
+        shrinking.close()
+    return _finish(one, metrics, final, seconds=seconds)
+
+
+class _Rank:
+    """What a rank has from its start to its end.
+
+    To make one is a collective, but for a joiner, which joins the run here.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        run_dir: RunDir,
+        *,
+        rank: int,
+        world_size: int,
+        stop: threading.Event,
+        groups: Groups | None,
+        joiner: "RunJoiner | None",
+        unstarted: ExitStack,
+    ) -> None:
+        self.config, self.job, self.run_dir, self.joiner = config, job, run_dir, joiner
+        self.world_size = world_size
+        self.device = find_device(config, rank=rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.model = job.model.to(self.device)
+        self.optimizers = make_optimizers(config, self.model, job)
+        session = None
+        if joiner is not None:
+            settings = config.traits.session_settings(
+                config.strategy_options, setting_of(config, job, world_size)
+            )
+            session = joiner.enter(self.model, self.optimizers, settings)
+            unstarted.callback(session.close)
+            rank = session.rank
+        self.rank = rank
+        # Equal weights at the start, but dropout masks of its own.
+        seed_rank(config.seed, rank)
+        epoch_batches = job.epoch_batches(config.batch_size, world_size)
+        self.total_steps = config.epochs * epoch_batches
+        self.restart: tuple[LoopState, str] | None = None
+        if joiner is None:
+            self.restart = begin_from_consensus(
+                config,
+                run_dir,
+                self.model,
+                self.optimizers,
+                rank=rank,
+                world_size=world_size,
+                epoch_batches=epoch_batches,
+            )
+        self.spans = StepSpans(rank, num_steps=config.trace, total_steps=self.total_steps)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SecondOrder):
+                optimizer.recorder = self.spans
+                unstarted.callback(optimizer.close)
+        replica = Replica(
+            model=self.model,
+            optimizers=self.optimizers,
+            stop=stop,
+            spans=self.spans,
+            groups=groups,
+            session=session,
+            joiner=joiner,
+        )
+        setting = setting_of(config, job, world_size, total_steps=self.total_steps)
+        self.strategy = config.traits.build(replica, setting, config.strategy_options)
+        unstarted.callback(self.strategy.close)
+        self.batches = self._make_batches(groups)
+        if isinstance(self.batches, RingBatches):
+            unstarted.callback(self.batches.close)
+        self.schedulers = make_schedulers(
+            config.learning_rate,
+            self.optimizers,
+            steps_per_epoch=epoch_batches,
+            epochs=config.epochs,
+        )
+        self.position = RunPosition(self.strategy, self.batches)
+        self.test = TestPart(
+            job,
+            rank=rank,
+            world_size=world_size,
+            threads=config.batch_threads,
+            device=self.device,
+        )
+
+    def _make_batches(self, groups: Groups | None) -> AnyBatches:
+        job = self.job
+        if job.train_loader is None:
+            return make_batches(
+                self.config,
+                job.train_samples(),
+                rank=self.rank,
+                world_size=self.world_size,
+                groups=groups,
+                session=self.strategy.session,
+            )
+        batches = LoaderBatches(job.make_loader(self.rank, self.world_size))
+        if len(lengths := {*self.strategy.agree(len(batches))}) > 1:
+            raise JobError(
+                "Job.train_loader gave loaders of unequal numbers of batches to the ranks, from "
+                f"{min(lengths)} to {max(lengths)}: ranks would wait for each other. Give each as "
+                "many, as with gossipgrad.data.ShardedSampler."
+            )
+        return batches
+
+    def restore(self, emit: Callable[[Event], None]) -> tuple[Checkpoints, LoopState | None]:
+        """Bring all where the run goes on: of a joiner, after a checkpoint, or at the start."""
+        config, strategy, joiner = self.config, self.strategy, self.joiner
+        checkpoints = Checkpoints(
+            config,
+            self.run_dir,
+            rank=self.rank,
+            world_size=self.world_size,
+            model=self.model,
+            optimizers=self.optimizers,
+            strategy=strategy,
+            batches=self.batches,
+            device=self.device,
+            emit=emit,
+        )
+        state = None
+        if joiner is not None and isinstance(self.batches, ElasticBatches):
+            state = joiner.make_loop_state(strategy, self.batches)
+        elif self.restart is not None:
+            state, note = self.restart
+            strategy.skip_steps(state.metrics["steps"])
+            strategy.notes.append(note)
+        elif config.resume is not None:
+            state = checkpoints.resume()
+            strategy.notes.append(f"resumed from the checkpoint of step {config.resume_step}")
+        checkpoints.begin(state, None if joiner is None else joiner.carried["checkpoints"])
+        if state is not None:
+            steps = state.metrics["steps"]
+            self.position = RunPosition(strategy, self.batches, state.metrics)
+            set_step(self.schedulers, self.position.at(steps))
+            self.spans.set_step(steps)
+        anew = state is not None and state.metrics["offset"] is None
+        begin_resumed(config, self.run_dir, rank=self.rank, anew=anew)
+        return checkpoints, state
+
+    def invite(self, loop: Loop) -> None:
+        """Hand joiners what they need, and invite them where there are samples for them.
+
+        The lowest rank of the start writes the invitation.
+        """
+        session = self.strategy.session
+        if session is None:
+            return
+        session.carry = loop.carried
+        is_lowest = session.rank == min(session.membership.living)
+        if self.config.shuffle == "global" and is_lowest:
+            why = invite(session, self.job, self.run_dir)
+            self.strategy.notes += [] if why is None else [why]
+
+
+def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) -> RankResult:
+    """Leave the model for export, release all, and count what the rank has done."""
+    strategy, batches, joiner, model = one.strategy, one.batches, one.joiner, one.model
     if not strategy.has_left:
-        withdraw(run_dir)
+        withdraw(one.run_dir)
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
-    own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
-    shares = None
+    own_accuracy = one.test.accuracy(model) if strategy.replicas_differ else final.accuracy
+    shares = shuffle = None
     if isinstance(batches, ElasticBatches):
         if not strategy.has_left:
             batches.close()
         shares = batches.stats()
-    strategy.notes += tell(shrinking)
-    if shrinking is not None:
-        shrinking.close()
+    if isinstance(batches, LoaderBatches) and lost_ranks:
+        strategy.notes.append("what the loaders of lost ranks had left was trained on by nobody")
     strategy.close()
-    for optimizer in optimizers:
+    for optimizer in one.optimizers:
         if isinstance(optimizer, SecondOrder):
             strategy.notes.append(f"roots: {optimizer.refresh_stats}")
             optimizer.close()
-    shuffle = None
     if isinstance(batches, RingBatches):
         batches.close()
         shuffle = batches.stats()
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if joiner is None else suppress(FileNotFoundError):
-        write_model(run_dir, rank, final.weights)
-        spans.save(run_dir.rank_trace(rank))
+        write_model(one.run_dir, one.rank, final.weights)
+        one.spans.save(one.run_dir.rank_trace(one.rank))
     return RankResult(
-        rank=rank,
+        rank=one.rank,
         steps=metrics.steps - (0 if joiner is None else joiner.begun_step),
         epochs=metrics.epochs,
         samples=metrics.samples,
@@ -258,7 +341,7 @@ def train_rank(
         own_accuracy=own_accuracy,
         is_consensus=final.is_consensus,
         consensus_distance=final.consensus_distance,
-        stopped=position.at(metrics.steps) < total_steps,
+        stopped=one.position.at(metrics.steps) < one.total_steps,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gradient_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         bytes_sent=traffic.bytes_sent,
@@ -271,40 +354,17 @@ def train_rank(
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
         shuffle_exposed_seconds=0.0 if shuffle is None else shuffle.exposed_seconds,
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
-        shuffle_rows_dealt=batches.rows_dealt if isinstance(batches, RingBatches) else 0,
-        shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
         shares=None if shares is None else asdict(shares),
         lost=lost_ranks,
         joined=strategy.joined_ranks(),
         left=strategy.has_left,
-        store_losses=store_losses,
         notes=(
             *strategy.notes,
             *metrics.notes,
-            *loggers.notes,
             *notes_on(shuffle),
-            *notes_on_shares(shares),
-            *notes_on_muon(optimizers),
+            *notes_on_muon(one.optimizers),
         ),
     )
-
-
-def _invite(
-    strategy: RunningStrategy, job: Job, run_dir: RunDir, config: TrainConfig
-) -> str | None:
-    """Has the lowest rank of the start invite others, where there are samples for them."""
-    session = strategy.session
-    if session is None or config.shuffle != "global":
-        return None
-    if session.rank != min(session.membership.living):
-        return None
-    return invite(session, job, run_dir)
-
-
-def _touch(path: Path) -> None:
-    """Show those who wait for this rank's end by its metrics that it lives."""
-    with suppress(OSError):
-        os.utime(path)
 
 
 @contextmanager

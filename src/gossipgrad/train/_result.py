@@ -15,10 +15,6 @@ class RunFailedError(GossipError):
     """A run ended before its end and left nothing to keep; the message names the rank and why."""
 
 
-class RunStopped(GossipError):  # noqa: N818  (a stop is no error)
-    """This rank was in a collective when the others stopped, as it was to do itself."""
-
-
 class PeerLostError(GossipError):
     """This rank could not go on because another one is gone."""
 
@@ -82,18 +78,12 @@ class RankResult:
     shuffle_exposed_seconds: float = 0.0
     """Waiting for samples of the ring shuffle; not in `exposed_seconds`."""
     shuffle_late_rounds: int = 0
-    shuffle_rows_dealt: int = 0
-    """Samples of its shard at the start, with the ring shuffle."""
-    shuffle_rows_held: int = 0
-    """Samples that it held at its end."""
     shares: dict[str, Any] | None = None
     """What was dealt anew, as `ElasticStats`, where samples are."""
     lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
     joined: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that joined the run under way, from whom and when, as this rank knew of them."""
-    store_losses: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """When the rendezvous store was lost, and why, as this rank saw it."""
     left: bool = False
     """Whether it had joined the run, and left before the others stopped."""
     notes: tuple[str, ...] = ()

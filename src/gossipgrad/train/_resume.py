@@ -63,23 +63,15 @@ def reopen(
     config = dataclasses.replace(config, run_name=config.run_name or saved.run_name)
     _check_alike(config, saved, run_dir.path)
     step = config.resume_step
-    there = checkpoint.steps(run_dir.checkpoints, run=config.run_name)
-    if not there:
-        others = checkpoint.steps(run_dir.checkpoints)
-        what = "checkpoints of another run alone" if others else "no checkpoint"
+    try:
+        checkpoint.members(run_dir.checkpoints, step=step, run=config.run_name)
+    except ValueError as error:
         raise ValueError(
-            f"{run_dir.path} has {what} that all ranks have saved: a run saves them with "
-            f"--checkpoint-every{_lacks(run_dir, config)}."
-        )
+            f"{run_dir.path} cannot be resumed: {error}. A run saves checkpoints with "
+            "--checkpoint-every, and --resume-step names one."
+        ) from error
     if step is None:
-        step = _newest(run_dir, config.run_name)
-    elif step not in there:
-        raise ValueError(
-            f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
-            f"{', '.join(map(str, there))}{_lacks(run_dir, config)}."
-        )
-    if not config.traits.communicates:  # whose ranks never tell each other that theirs are good
-        _read_all(run_dir, step, config.run_name)
+        step = checkpoint.steps(run_dir.checkpoints, run=config.run_name)[-1]
     if others := other_versions(_noted_versions(run_dir)):
         warnings.warn(
             f"the run in {run_dir.path} was made with {others}: the result may differ in the "
@@ -91,29 +83,6 @@ def reopen(
     except OSError as error:
         raise ValueError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
-
-
-def _lacks(run_dir: RunDir, config: TrainConfig) -> str:
-    """Why the checkpoint of `resume_step`, or the newest, is not one; empty if there is none."""
-    if run_dir.holds_checkpoints:
-        try:
-            checkpoint.members(run_dir.checkpoints, step=config.resume_step, run=config.run_name)
-        except ValueError as error:
-            return f" ({error})"
-    return ""
-
-
-def _newest(run_dir: RunDir, run: str | None) -> int:
-    """The newest step that all have saved.
-
-    Raises:
-        ValueError: A newer one is damaged.
-    """
-    try:
-        checkpoint.members(run_dir.checkpoints, run=run)
-    except ValueError as error:
-        raise ValueError(f"{error} (with --resume-step).") from error
-    return checkpoint.steps(run_dir.checkpoints, run=run)[-1]
 
 
 def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
@@ -142,14 +111,6 @@ def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool
     for former in run_dir.metrics_ranks():
         if former >= config.nproc:
             _put_aside(run_dir, former)
-
-
-def _read_all(run_dir: RunDir, step: int, run: str | None) -> None:
-    for rank in checkpoint.members(run_dir.checkpoints, step=step, run=run):
-        try:
-            checkpoint.load(run_dir.checkpoints, rank=rank, step=step)
-        except ValueError as error:
-            raise ValueError(f"the checkpoint of step {step} cannot be resumed: {error}") from error
 
 
 def _put_aside(run_dir: RunDir, rank: int) -> None:

@@ -51,7 +51,7 @@ def shrink(
     )
 
 
-def tell(shrinking: gg.ShrinkSession | None) -> list[str]:
+def note_on_widths(shrinking: gg.ShrinkSession | None) -> list[str]:
     """What became of the widths, for the summary."""
     if shrinking is None:
         return []

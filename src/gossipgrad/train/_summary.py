@@ -5,7 +5,8 @@ import os
 import platform
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,10 +16,9 @@ from gossipgrad.trace import merge_traces, write_report
 from ._config import TrainConfig
 from ._files import write_whole
 from ._layout import RunDir
-from ._losses import notes_on_store, summarize_joined, summarize_losses, summarize_shares
 from ._result import RankResult
-from ._ring_clock import ring_bytes
 from ._versions import versions
+from .strategies import ring_bytes
 
 # Each of many ranks may say the same in other words.
 _MOST_NOTES = 12
@@ -57,6 +57,7 @@ def compose(
     outcomes: Counter[str] = Counter()
     for result in ranks:
         outcomes.update(result.outcomes)
+    shares = _shares(ranks)
     return {
         "strategy": config.strategy,
         "world_size": world_size,
@@ -86,27 +87,114 @@ def compose(
         else _mean_ratio(ranks, "mixing_seconds", "steps"),
         "extra_memory_bytes": exported.extra_memory_bytes,
         **_shuffle(config, ranks),
-        "shares": summarize_shares(ranks),
+        "shares": shares,
         "outcomes": dict(outcomes),
         **_by_rank(results, places, "late_rounds", "void_rounds"),
         "interrupted": any(result.stopped for result in started),
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
-        "losses": summarize_losses(config, results, lost, run_dir, when_seconds or {}),
-        "joined": summarize_joined(results, run_dir),
-        "store_losses": _store_losses(ranks),
-        "notes": [*notes_on_store(_store_losses(ranks)), *_notes(ranks, exported)],
+        "losses": _losses(ranks, lost, run_dir, when_seconds or {}),
+        "joined": _joined(results, run_dir),
+        "notes": [*_note_on_shares(shares), *_notes(ranks, exported)],
         "parameters": exported.parameters,
         "machine": machine(),
         "versions": versions(),
     }
 
 
-def _store_losses(ranks: list[RankResult]) -> list[dict[str, Any]]:
-    """When the rendezvous store was lost, as the rank saw it that was the first to see it."""
-    lost = [rank.store_losses for rank in ranks if rank.store_losses]
-    return min(lost, key=lambda losses: losses[0]["since_seconds"], default=[])
+def choose_exported(results: Mapping[int, RankResult]) -> RankResult:
+    """Whose model to export: a consensus if there is one, of the lowest rank that has it."""
+    return min(results.values(), key=lambda result: (not result.is_consensus, result.rank))
+
+
+def known_joined(results: Iterable[RankResult]) -> dict[int, dict[str, Any]]:
+    """Who has joined, by what the ranks know."""
+    joined = {int(rank): how for result in results for rank, how in result.joined.items()}
+    return dict(sorted(joined.items()))
+
+
+def _losses(
+    ranks: list[RankResult],
+    lost: Mapping[int, str],
+    run_dir: RunDir | None,
+    when_seconds: Mapping[int, float],
+) -> dict[str, dict[str, Any]]:
+    """For each lost rank its last step, by its metrics, and since when the others knew."""
+    losses: dict[str, dict[str, Any]] = {}
+    for rank in sorted(lost):
+        known = [one.lost[str(rank)] for one in ranks if str(rank) in one.lost]
+        last = {} if run_dir is None else _last_step(run_dir, rank)
+        losses[str(rank)] = {
+            "step": last.get("step", 0),
+            "when_seconds": (known[0]["when_seconds"] if known else None) or when_seconds.get(rank),
+            "generation": known[0]["generation"] if known else None,
+        }
+    return losses
+
+
+def _last_step(run_dir: RunDir, rank: int) -> dict[str, Any]:
+    """The last step in the metrics of a rank; a line that it could not finish does not count."""
+    with suppress(OSError):
+        for line in reversed(run_dir.metrics(rank).read_text().splitlines()):
+            with suppress(ValueError):
+                if (event := json.loads(line)).get("event") == "step":
+                    return event
+    return {}
+
+
+def _joined(results: Mapping[int, RankResult], run_dir: RunDir | None) -> list[dict[str, Any]]:
+    """For each rank that joined: when, from whom, what it did, and how it ended."""
+    return [
+        {
+            **{name: how[name] for name in ("when_seconds", "from_rank", "generation")},
+            "rank": rank,
+            **_part_of(rank, results.get(rank), run_dir),
+        }
+        for rank, how in known_joined(results.values()).items()
+    ]
+
+
+def _part_of(rank: int, result: RankResult | None, run_dir: RunDir | None) -> dict[str, Any]:
+    if result is not None:
+        end = "left" if result.left else "finished"
+        return {"steps": result.steps, "samples": result.samples, "end": end}
+    last = {} if run_dir is None else _last_step(run_dir, rank)
+    begun = step = last.get("step", 0)
+    if run_dir is not None:
+        with suppress(KeyError, OSError, ValueError):
+            begun = json.loads(run_dir.rank_joined(rank).read_text())["step"]
+    return {"steps": max(0, step - begun), "samples": last.get("samples", 0), "end": "lost"}
+
+
+_SUMMED = (
+    *("samples_dealt_anew", "samples_used_twice_at_most", "samples_untold"),
+    *("store_requests", "exposed_seconds"),
+)
+_SEEN_BY_ALL = ("samples_left", "disturbed_epochs")
+
+
+def _shares(ranks: list[RankResult]) -> dict[str, Any] | None:
+    """What was dealt anew on all ranks together; None where nothing is."""
+    shares = [rank.shares for rank in ranks if rank.shares is not None]
+    if not shares:
+        return None
+    return {
+        **{name: sum(one[name] for one in shares) for name in _SUMMED},
+        **{name: max(one[name] for one in shares) for name in _SEEN_BY_ALL},
+    }
+
+
+def _note_on_shares(shares: Mapping[str, Any] | None) -> list[str]:
+    if shares is None or not shares["disturbed_epochs"]:
+        return []
+    note = (
+        f"samples were dealt anew as ranks came or went: {shares['samples_used_twice_at_most']:,} "
+        f"at most were used twice, {shares['samples_left']:,} of the last epoch by nobody"
+    )
+    if untold := shares["samples_untold"]:
+        note += f", and of {untold:,} it is not known: the rendezvous store did not answer"
+    return [note]
 
 
 def _by_rank(

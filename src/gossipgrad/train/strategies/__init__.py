@@ -7,6 +7,7 @@ from ._registry import check_options as check_options
 from ._registry import find as find
 from ._registry import options_by_section as options_by_section
 from ._sparse import SparseConfig as SparseConfig
+from ._stopping import StopFlag as StopFlag
 from ._strategy import GROUP as GROUP
 from ._strategy import Joiner as Joiner
 from ._strategy import Replica as Replica
@@ -14,3 +15,4 @@ from ._strategy import RunningStrategy as RunningStrategy
 from ._strategy import Setting as Setting
 from ._strategy import Strategy as Strategy
 from ._strategy import Traffic as Traffic
+from ._strategy import ring_bytes as ring_bytes

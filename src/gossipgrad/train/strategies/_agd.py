@@ -1,20 +1,19 @@
 """Layer-wise asynchronous all-reduce: the baseline that GossipGraD's authors call AGD."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._spans import StepSpans
 
 from ._all_reduce import ALL_REDUCED
 from ._lockstep import Lockstep
-from ._strategy import Replica, Setting, Strategy, Traffic
+from ._strategy import Replica, Setting, Strategy, Traffic, ring_bytes
 
 
 class LayerwiseAllReduce(Lockstep):
@@ -52,8 +51,6 @@ class LayerwiseAllReduce(Lockstep):
         self._spans = spans
         self._layers = [_Layer(parameters) for parameters in _layers(model)]
         self._next = 0  # the layer whose turn it is
-        self._bytes_sent = 0
-        self._exposed_seconds = 0.0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(layer))
             for layer in self._layers
@@ -65,30 +62,10 @@ class LayerwiseAllReduce(Lockstep):
             layer.fit()
         return model
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass, then wait for the averages; see `RunningStrategy.backward`."""
-        try:
-            loss.backward()
-            self._finish()
-        except RuntimeError as error:
-            raise self.explain(error) from error
-
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""
-        return Traffic(
-            bytes_sent=self._bytes_sent,
-            exposed_seconds=self._exposed_seconds,
-            extra_memory_bytes=sum(layer.flat.nbytes for layer in self._layers),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was counted."""
-        return {"bytes_sent": self._bytes_sent, "exposed_seconds": self._exposed_seconds}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
-        self._bytes_sent = state["bytes_sent"]
-        self._exposed_seconds = state["exposed_seconds"]
+        memory_bytes = sum(layer.flat.nbytes for layer in self._layers)
+        return replace(super().traffic(), extra_memory_bytes=memory_bytes)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -110,7 +87,7 @@ class LayerwiseAllReduce(Lockstep):
         layer.begin()
         self._bytes_sent += ring_bytes(layer.flat.nbytes, self._world_size)
 
-    def _finish(self) -> None:
+    def _finish_backward(self) -> None:
         start = perf_counter()
         while self._next < len(self._layers):
             self._begin_next()

@@ -1,15 +1,15 @@
 """Gradients averaged in every step by DistributedDataParallel."""
 
 import threading
-from collections.abc import Mapping
-from typing import Any
+from time import perf_counter
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-
-from gossipgrad.train._ring_clock import RingClock
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ._lockstep import Lockstep
-from ._strategy import Replica, Setting, Strategy, Traffic
+from ._strategy import Replica, Setting, Strategy, ring_bytes
 
 ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
 
@@ -34,7 +34,7 @@ class AllReduce(Lockstep):
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
         super().__init__(model, stop)
-        self._clock = RingClock(self._world_size)
+        self._handed_over_seconds: float | None = None
         self._wrap(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -42,36 +42,27 @@ class AllReduce(Lockstep):
             model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
         _settle_buckets(parallel, model)
-        parallel.register_comm_hook(self._clock, RingClock.hook)
+        parallel.register_comm_hook(self, AllReduce._hook)
         self.model = parallel
         return parallel
 
-    def traffic(self) -> Traffic:
-        """Exposed time measured, bytes computed."""
-        return Traffic(
-            bytes_sent=self._clock.bytes_sent, exposed_seconds=self._clock.exposed_seconds
-        )
+    @staticmethod
+    def _hook(self: "AllReduce", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """All-reduce a bucket, as DistributedDataParallel does on its own, and look at the clock.
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was counted."""
-        clock = self._clock
-        return {"bytes_sent": clock.bytes_sent, "exposed_seconds": clock.exposed_seconds}
+        The last bucket is handed over when the last gradients of the backward pass are ready; all
+        that remains until the backward pass returns is communication.
+        """
+        self._handed_over_seconds = perf_counter()
+        self._bytes_sent += ring_bytes(bucket.buffer().nbytes, self._world_size)
+        group = dist.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
-        self._clock.bytes_sent = state["bytes_sent"]
-        self._clock.exposed_seconds = state["exposed_seconds"]
-
-    def close(self) -> None:
-        """Nothing to release: the process group is not this object's."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass and with it the all-reduce; see `RunningStrategy.backward`."""
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            raise self.explain(error) from error
-        self._clock.backward_returned()
+    def _finish_backward(self) -> None:
+        if self._handed_over_seconds is not None:
+            self._exposed_seconds += perf_counter() - self._handed_over_seconds
+            self._handed_over_seconds = None
 
 
 class AllReduceStrategy(Strategy):

@@ -3,28 +3,26 @@
 import math
 import sys
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import gossipgrad as gg
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train._result import RunStopped
 
-from ._consensus import consensus_evaluation, session_traffic
-from ._stopping import RoundStop, explain
-from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, all_ranks, alone
+from ._consensus import InSession, consensus_evaluation
+from ._stopping import explain, is_asked_of_any
+from ._strategy import Replica, Setting, Strategy, Traffic, all_ranks
 
 AVERAGED = "2 (p - 1) / p of what is averaged"
 
 
-class Averaged(RunningStrategy):
+class Averaged(InSession):
     """Every rank trains on its own, and every `every` steps all become their exact average.
 
-    The average is that of a gossip session without partners: its ranks may stop at unequal steps
-    and still agree on one consensus, which torch's `PeriodicModelAverager` cannot (its all-reduce
-    would meet whatever the stopped rank does next).
+    The average is that of a gossip session without partners, which has a consensus at any step.
 
-    When a peer dies, the next step of the others raises, and so the run ends. Exposed time is that
+    When a peer dies, the next step of the others raises, and so the run ends. When any rank has the
+    signal to stop, all stop after the next average. Exposed time is that
     of the averages, all of it, the wait for slower ranks included. Bytes are those of ring
     all-reduces of what was averaged, computed and not counted.
 
@@ -33,11 +31,7 @@ class Averaged(RunningStrategy):
         every: Steps between two averages.
         payload: What is averaged: weights, or the optimizers' moments, too.
         group: The ranks, in a group that becomes this object's.
-        stops_together: Whether ranks that have the signal stop after as many steps, for states
-            that belong together; else at once.
     """
-
-    replicas_differ = True
 
     def __init__(
         self,
@@ -46,13 +40,9 @@ class Averaged(RunningStrategy):
         every: int,
         payload: Literal["weights", "weights+state"],
         group: gg.Group,
-        stops_together: bool = False,
     ) -> None:
-        super().__init__()
-        self.model = replica.model
-        self._stop = replica.stop
-        self._stopper: RoundStop | None = None
-        self._session = gg.gossip(
+        self._stop, self._every = replica.stop, every
+        session = gg.gossip(
             replica.model,
             replica.optimizers,
             mode="sync",
@@ -63,59 +53,32 @@ class Averaged(RunningStrategy):
             recorder=replica.spans,
             heartbeats=None,  # every average needs every rank
         )
-        if stops_together:
-            self._stopper = RoundStop(
-                self._session.group,
-                lambda: self._session.group.members,
-                lambda: self._session.position // every,
-                lambda here: here + 1,  # all wait for all
-            )
+        super().__init__(replica.model, session)
 
-    @property
-    def session(self) -> gg.GossipSession:
-        """The session that averages."""
-        return self._session
-
-    def agree(self, value: Any) -> list[Any]:
-        """What every rank has; see `RunningStrategy.agree`."""
-        return self._session.group.all_gather_object(value)
-
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank has; see `RunningStrategy.agree_at_end`."""
-        return self._session.agree(value)
-
-    def should_stop(self, step: int) -> bool:
-        """At once, or together with the others; see `RunningStrategy.should_stop`."""
-        return self._stopper is None or self._stopper.should_stop()
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
+        """Whether all stop after the average that was just made, since one of them is asked to."""
+        if self._session.position % self._every:
+            return False
+        try:
+            return is_asked_of_any(self._stop)
+        except RuntimeError as error:
+            raise explain(error, "an average over all ranks") from error
 
     def begin_step(self) -> None:
         """End the run if a peer is gone; see `RunningStrategy.begin_step`."""
         if self._session.group.broken is not None:
-            raise self._explain(GossipError(self._session.group.broken))
+            raise explain(GossipError(self._session.group.broken), "an average over all ranks")
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the consensus, shared out over the ranks; alone if the stop came in between."""
+        """Evaluate the consensus, shared out over the ranks."""
         try:
             return consensus_evaluation(self._session, self.model, test, final=final)
         except GossipError as error:
-            lost = self._explain(error)
-            if not isinstance(lost, RunStopped):
-                raise lost from error
-            self.notes.append(f"no consensus: {error}")
-        return alone(self.model, test, final=True, is_consensus=False)
+            raise explain(error, "an average over all ranks") from error
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""
-        return replace(session_traffic(self._session), outcomes={})
-
-    def close(self) -> None:
-        """Leave the session."""
-        if self._stopper is not None:
-            self._stopper.close()
-        self._session.close()
-
-    def _explain(self, error: RuntimeError) -> RuntimeError:
-        return explain(error, self._stop, "an average over all ranks")
+        return replace(super().traffic(), outcomes={})
 
 
 class EveryLogP(Strategy):
@@ -153,5 +116,4 @@ class EveryLogP(Strategy):
             every=self.steps(group.world_size),
             payload="weights+state",
             group=group,
-            stops_together=setting.checkpoint_every is not None,
         )

@@ -1,13 +1,63 @@
 """What strategies with a session of their own share: evaluating the consensus, counting bytes."""
 
+from contextlib import suppress
+from typing import Any
+
 from torch import nn
 
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
-from gossipgrad.train._ring_clock import ring_bytes
 
-from ._strategy import Traffic
+from ._strategy import RunningStrategy, Traffic, ring_bytes
+
+TRIES = 3  # one that dies in the middle of each is not to be expected
+
+
+class InSession(RunningStrategy):
+    """A session keeps the replicas together.
+
+    Args:
+        model: The replica.
+        session: Keeps it together with the others'; closed with this object.
+    """
+
+    replicas_differ = True
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        super().__init__()
+        self.model = model
+        self._session = session
+
+    @property
+    def session(self) -> Session:
+        """The session."""
+        return self._session
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every member that lives has; see `RunningStrategy.agree`."""
+        for _ in range(TRIES - 1):
+            with suppress(GossipError):
+                return self._session.agree(value)
+        return self._session.agree(value)
+
+    def traffic(self) -> Traffic:
+        """What the session has counted, and what its exact averages have cost."""
+        stats, world_size = self._session.stats(), self._session.world_size
+        return Traffic(
+            bytes_sent=stats.bytes_sent + ring_bytes(stats.averaged_bytes, world_size),
+            exposed_seconds=stats.exposed_seconds + stats.averaging_seconds,
+            mixing_seconds=stats.mixing_seconds,
+            extra_memory_bytes=stats.extra_memory_bytes,
+            consensus_distance_estimate=stats.consensus_distance_estimate,
+            outcomes=dict(stats.outcomes),
+            late_rounds=stats.late_rounds,
+            void_rounds=stats.void_rounds,
+        )
+
+    def close(self) -> None:
+        """Leave the session; partners skip this rank from now on."""
+        self._session.close()
 
 
 class MissedError(GossipError):
@@ -68,18 +118,3 @@ def consensus_evaluation(
                 final=last,
                 weights=copy_of(model) if last else {},
             )
-
-
-def session_traffic(session: Session) -> Traffic:
-    """What a session has counted, and what its exact averages have cost."""
-    stats = session.stats()
-    return Traffic(
-        bytes_sent=stats.bytes_sent + ring_bytes(stats.averaged_bytes, session.world_size),
-        exposed_seconds=stats.exposed_seconds + stats.averaging_seconds,
-        mixing_seconds=stats.mixing_seconds,
-        extra_memory_bytes=stats.extra_memory_bytes,
-        consensus_distance_estimate=stats.consensus_distance_estimate,
-        outcomes=dict(stats.outcomes),
-        late_rounds=stats.late_rounds,
-        void_rounds=stats.void_rounds,
-    )

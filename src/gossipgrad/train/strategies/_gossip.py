@@ -10,7 +10,7 @@ import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.comm import Faults, FaultyTransport, Group, Transport, ZeroMQTransport
 from gossipgrad.decentralized import check_settings, resolve_compress
-from gossipgrad.train._options import check_at_least, check_fields, make_plain
+from gossipgrad.train._options import check_at_least, check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip
 from ._strategy import GROUP, Replica, Setting, Strategy
@@ -72,14 +72,13 @@ class GossipConfig:
         check_at_least(self, 1, "every", "exchanges", "local_steps")
         gg.Nesterov(lr=self.outer_lr, momentum=self.outer_momentum)
         resolve_compress(self.compress)
-        for name in ("deadline_seconds", "deadline_floor_seconds"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}, but must be above 0.")
-            if value == math.inf:
-                raise ValueError(f"{name} is inf, but must be finite: a partner may never come.")
-        if not 0 <= self.max_staleness <= 15:
-            raise ValueError(f"max_staleness is {self.max_staleness}, but must be from 0 to 15.")
+        check_rule(
+            self,
+            "above 0 and finite: a partner may never come",
+            lambda value: 0 < value < math.inf,
+            *("deadline_seconds", "deadline_floor_seconds"),
+        )
+        check_rule(self, "from 0 to 15", lambda value: 0 <= value <= 15, "max_staleness")
         if self.faults is not None and not Faults.parse(self.faults).ranks:
             object.__setattr__(self, "faults", None)
         if self.average_every != "log_p":
@@ -144,34 +143,6 @@ class GossipStrategy(Strategy):
             found["payload"] = "sgd without momentum keeps no state"
         return found
 
-    def without_effect(self, options: GossipConfig, setting: Setting) -> list[str]:
-        """Periods and faults that lie beyond the end of the run."""
-        found, steps = [], setting.total_steps
-        name, every = ("every", options.every)
-        if options.local_steps is not None:
-            name, every = "local_steps", options.local_steps
-        if every > steps:
-            found.append(
-                f"{name} is {every}, but the run has {steps} steps: no rank ever meets a "
-                f"partner. Make {name} less."
-            )
-        if isinstance(options.average_every, int) and options.average_every > steps:
-            found.append(
-                f"average_every is {options.average_every}, but the run has {steps} steps: "
-                "replicas are never averaged while training. Make average_every less."
-            )
-        last_round = steps // every
-        if options.mode == "sync" or options.payload.startswith("gradients"):
-            last_round -= 1  # the others send the first snapshot before the first step
-        faults = Faults.parse(options.faults or "")
-        if faults.last_round > max(last_round, 0):
-            found.append(
-                f"faults name rounds up to {faults.last_round}, but the run has rounds 0 to "
-                f"{max(last_round, 0)}: what comes later never happens. Name earlier rounds, or "
-                "train for longer."
-            )
-        return found
-
     def describe(self, options: GossipConfig) -> dict[str, str]:
         """Who meets whom, how, and what is sent."""
         usual = "matching" if options.mode == "stale" else "dissemination"
@@ -180,7 +151,6 @@ class GossipStrategy(Strategy):
 
     def session_settings(self, options: GossipConfig, setting: Setting) -> dict[str, Any]:
         """The same on ranks of the start and on those that join."""
-        silent_seconds, usual = setting.lost_after_seconds, gg.Heartbeats()
         return {
             "topology": options.topology,
             "mode": _mode(options),
@@ -196,11 +166,7 @@ class GossipStrategy(Strategy):
             "compress": options.compress,
             "seed": setting.seed,
             "encrypt": setting.encrypt or None,
-            "heartbeats": gg.Heartbeats(
-                silent_seconds=silent_seconds,
-                lease_seconds=min(usual.lease_seconds, silent_seconds),
-                interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
-            ),
+            "heartbeats": setting.heartbeats,
         }
 
     def build(self, replica: Replica, setting: Setting, options: GossipConfig) -> Gossip:

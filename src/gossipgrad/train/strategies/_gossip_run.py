@@ -1,7 +1,6 @@
 """A gossip session, as the loop sees it."""
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,16 +8,13 @@ import gossipgrad as gg
 from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train.strategies._stopping import StopFlag
 
-from ._consensus import MissedError, consensus_evaluation, session_traffic
-from ._stopping import RoundStop, first_beyond
-from ._strategy import Replica, RunningStrategy, Traffic, alone
-
-_TRIES = 3  # one that dies in the middle of each is not to be expected
+from ._consensus import TRIES, InSession, MissedError, consensus_evaluation
+from ._stopping import RoundStop, StopFlag, first_beyond
+from ._strategy import Replica, alone
 
 
-class Gossip(RunningStrategy):
+class Gossip(InSession):
     """A gossip session: one partner a step, in the background.
 
     When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
@@ -27,8 +23,6 @@ class Gossip(RunningStrategy):
     evaluate waits until they train on, and goes on with them. A rank that hung for so long
     that the others gave it up ends with an `EvictedError`.
     """
-
-    replicas_differ = True
 
     def __init__(
         self,
@@ -39,9 +33,7 @@ class Gossip(RunningStrategy):
         checkpoint_every: int | None = None,
         measures_disagreement: bool = False,
     ) -> None:
-        super().__init__()
-        self.model = replica.model
-        self._session = session
+        super().__init__(replica.model, session)
         self._evaluations = self._ahead = 0
         self._joiner = replica.joiner
         self._has_left = False
@@ -57,7 +49,6 @@ class Gossip(RunningStrategy):
                 lambda: self.living,
                 lambda: self._session.round_number,
                 self._beyond,
-                self._is_alone,
             )
         self._word: StopFlag | None = None
         self.membership_changes()  # of one that joins, what was before
@@ -76,7 +67,7 @@ class Gossip(RunningStrategy):
             return alone(self.model, test, final=True, is_consensus=False)
         self._evaluations += 1
         problem = ""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             try:
                 if not self._has_met and not final:
                     self._session.group.unless = self._train_on
@@ -119,11 +110,6 @@ class Gossip(RunningStrategy):
             raise MissedError(f"the others began without rank {self._session.rank}, and train on")
 
     @property
-    def session(self) -> Session:
-        """The session."""
-        return self._session
-
-    @property
     def is_stale(self) -> bool:
         """Whether the mode is stale."""
         return isinstance(self._session.mode, gg.Stale)
@@ -147,17 +133,6 @@ class Gossip(RunningStrategy):
     def living(self) -> tuple[int, ...]:
         """The members of this rank's generation."""
         return self._session.membership.living
-
-    def agree(self, value: Any) -> list[Any]:
-        """What every member has; see `RunningStrategy.agree`."""
-        return self._session.group.all_gather_object(value)
-
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every member that lives has; see `RunningStrategy.agree_at_end`."""
-        for _ in range(_TRIES - 1):
-            with contextlib.suppress(GossipError):
-                return self._session.agree(value)
-        return self._session.agree(value)
 
     def checkpoint_label(self, steps: int) -> int:
         """The steps of the rounds up to here; in mode stale to where all come together to save.
@@ -184,15 +159,17 @@ class Gossip(RunningStrategy):
         """Load what `state_dict` gave."""
         self._evaluations, self._ahead = state["evaluations"], state["ahead"]
 
-    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
+    def skip_steps(self, steps: int) -> None:
         """Count the steps that were made before this session."""
         self._ahead = steps
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
         """At once, or where there are checkpoints after as many steps as the others.
 
         Those who joined the run have nobody else who tells them.
         """
+        if not is_asked:
+            return False
         if self._leaves:
             return True
         if self._joiner is None and self._session.world_size > 1 and self._word is None:
@@ -246,14 +223,10 @@ class Gossip(RunningStrategy):
         self._reported |= {*fresh}
         return fresh
 
-    def traffic(self) -> Traffic:
-        """What the session counted."""
-        return session_traffic(self._session)
-
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
         if self._stopper is not None:
             self._stopper.close()
         if self._word is not None:
             self._word.close()
-        self._session.close()
+        super().close()

@@ -1,23 +1,17 @@
 """What all strategies share in which gradients are averaged over all ranks in every step."""
 
-import contextlib
 import threading
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossipgrad.comm import distance_to_mean, mean_buffers
-from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
-from gossipgrad.train._result import RunStopped
 
 from ._stopping import LockstepStop, explain
-from ._strategy import RunningStrategy, all_ranks, alone
-
-_UNUSED_TAG = 1
+from ._strategy import RunningStrategy, Traffic, all_ranks
 
 
 class Lockstep(RunningStrategy):
@@ -26,11 +20,8 @@ class Lockstep(RunningStrategy):
     Statistics of BatchNorm are those of each rank's own samples: what is evaluated and exported has
     their mean over the ranks, as with gossip; training goes on with each rank's own.
 
-    When a peer dies, the step it is missed in raises, and so the run ends. When the run is stopped,
-    ranks agree on the step before which all stop, one or two steps after the last has the signal,
-    and evaluate together. A rank whose peers lack it for five seconds leaves them, and they take
-    the broken connection for their stop: all evaluate and export their own replica, whose weights
-    are those of all ranks, or one step behind, and whose statistics are its own.
+    When a peer dies, the step it is missed in raises, and so the run ends. When any rank has the
+    signal to stop, all stop before the same step, at most eight steps later.
 
     Args:
         model: The replica.
@@ -41,13 +32,10 @@ class Lockstep(RunningStrategy):
         super().__init__()
         self.model = model
         self._replica = model
-        self._stop = stop
         self._world_size = dist.get_world_size()
-        group = dist.group.WORLD
-        assert group is not None
-        self._stopper = LockstepStop(
-            group.get_group_store(), group.rank(), group.size(), self._part
-        )
+        self._bytes_sent = 0
+        self._exposed_seconds = 0.0
+        self._stopper = LockstepStop(stop)
 
     def shrinking(self) -> dict[str, Any]:
         """All ranks; what averages gradients is made anew for each shape."""
@@ -57,62 +45,68 @@ class Lockstep(RunningStrategy):
         """Averages the gradients of the replica as it is now; a collective."""
         raise NotImplementedError
 
+    def traffic(self) -> Traffic:
+        """Exposed time measured, bytes computed."""
+        return Traffic(bytes_sent=self._bytes_sent, exposed_seconds=self._exposed_seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted."""
+        return {"bytes_sent": self._bytes_sent, "exposed_seconds": self._exposed_seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._bytes_sent = state["bytes_sent"]
+        self._exposed_seconds = state["exposed_seconds"]
+
+    def close(self) -> None:
+        """Nothing to release: the process group is not this object's."""
+
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `RunningStrategy.agree`."""
-        if self._stopper.is_disconnected:
-            raise GossipError("the ranks stopped apart")
         values: list[Any] = [None] * self._world_size
         dist.all_gather_object(values, value)
         return values
 
-    def should_stop(self, step: int) -> bool:
-        """Whether the step is the one agreed on; see `RunningStrategy.should_stop`."""
-        return self._stopper.should_stop(step)
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
+        """Whether all stop before the step; see `RunningStrategy.should_stop`."""
+        try:
+            return self._stopper.should_stop(step)
+        except RuntimeError as error:
+            raise explain(error, "an all-reduce") from error
 
     def forward(self, x: Any) -> Any:
         """Run the forward pass; see `RunningStrategy.forward`."""
         try:
             return super().forward(x)
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise explain(error, "an all-reduce") from error
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass and with it the exchange; see `RunningStrategy.backward`."""
+        try:
+            loss.backward()
+            self._finish_backward()
+        except RuntimeError as error:
+            raise explain(error, "an exchange of gradients") from error
+
+    def _finish_backward(self) -> None:
+        """What has to come between the backward pass and the update."""
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the replica, shared out over the ranks; alone if these have parted."""
-        if not self._stopper.is_disconnected:
-            try:
-                with mean_buffers(self._replica, self._mean):
-                    total = test.sum_share(self._replica)
-                    dist.all_reduce(total)
-                    return Evaluation(
-                        accuracy=mean_of(total),
-                        is_consensus=True,
-                        consensus_distance=self._consensus_distance(),
-                        final=final,
-                        weights=copy_of(self._replica) if final else {},
-                    )
-            except RuntimeError as error:
-                lost = self.explain(error)
-                if not isinstance(lost, RunStopped):
-                    raise lost from error
-        own = any(buffer.is_floating_point() for buffer in self._replica.buffers())
-        statistics = ", and its statistics of BatchNorm those of its own samples" if own else ""
-        self.notes.append(
-            "no consensus: the ranks stopped apart; this one's weights may be a step behind those "
-            f"of others{statistics}"
-        )
-        return alone(self._replica, test, final=True, is_consensus=False)
-
-    def explain(self, error: RuntimeError, what: str = "an all-reduce") -> RuntimeError:
-        """The error to raise for one of a collective; local, and waits for the word to stop."""
-        lost = explain(error, self._stop, what, is_requested=self._stopper.is_requested)
-        if isinstance(lost, RunStopped):
-            self._stopper.disconnect()
-        return lost
-
-    def _part(self) -> None:
-        """End this rank's connections, so that no one waits for it."""
-        assert dist.group.WORLD is not None
-        _break(dist.group.WORLD)
+        """Evaluate the replica, shared out over the ranks."""
+        try:
+            with mean_buffers(self._replica, self._mean):
+                total = test.sum_share(self._replica)
+                dist.all_reduce(total)
+                return Evaluation(
+                    accuracy=mean_of(total),
+                    is_consensus=True,
+                    consensus_distance=self._consensus_distance(),
+                    final=final,
+                    weights=copy_of(self._replica) if final else {},
+                )
+        except RuntimeError as error:
+            raise explain(error, "an evaluation") from error
 
     def _mean(self, tensor: Tensor) -> Tensor:
         """Makes a tensor its mean over all ranks, in place."""
@@ -123,16 +117,3 @@ class Lockstep(RunningStrategy):
         # Sums of equal float32 are exact in float64: equal replicas give 0, whatever their number.
         mine = nn.utils.parameters_to_vector(self._replica.parameters()).detach().double()
         return distance_to_mean([(mine, self._mean(mine.clone()))], self._mean)
-
-
-def _break(group: dist.ProcessGroup) -> None:
-    """End what is under way in `group`, here and on the others, who would wait for this rank.
-
-    A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
-    connection that is broken already, so each is tried.
-    """
-    for rank in range(group.size()):
-        if rank != group.rank():
-            with contextlib.suppress(RuntimeError):
-                receiving = group.recv([torch.empty(1)], rank, _UNUSED_TAG)
-                receiving.wait(timedelta(milliseconds=1))

@@ -1,6 +1,6 @@
 """Post-local SGD: all-reduce first, local steps with averages later."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 import gossipgrad as gg
 from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train._options import check_at_least, check_fields, make_plain
+from gossipgrad.train._options import check_at_least, check_fields, check_rule, make_plain
 
 from ._all_reduce import ALL_REDUCED, AllReduce
 from ._averaged import AVERAGED, Averaged
+from ._stopping import explain
 from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, all_ranks
 
 
@@ -29,11 +30,8 @@ class PostLocalConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "local_steps")
-        if not 0 <= self.post_local_after <= 1:
-            raise ValueError(
-                f"post_local_after is {self.post_local_after}, but is a share of the run: from 0 "
-                "to 1."
-            )
+        share = "post_local_after"
+        check_rule(self, "a share of the run, from 0 to 1", lambda value: 0 <= value <= 1, share)
 
 
 class PostLocal(RunningStrategy):
@@ -52,7 +50,6 @@ class PostLocal(RunningStrategy):
         every: Local steps between two averages, H.
         group: The ranks, in a group that becomes this object's. Made before training, so that the
             change to the second part waits for nobody who has stopped just before it.
-        stops_together: As `Averaged` takes it.
 
     References:
         Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. Deviation: (1)
@@ -66,10 +63,8 @@ class PostLocal(RunningStrategy):
         after_steps: int,
         every: int,
         group: gg.Group,
-        stops_together: bool = False,
     ) -> None:
         super().__init__()
-        self._stops_together = stops_together
         self._replica = replica
         self._steps_left = after_steps
         self._every = every
@@ -98,10 +93,6 @@ class PostLocal(RunningStrategy):
         """What every rank has; see `RunningStrategy.agree`."""
         return self._part.agree(value)
 
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank has; see `RunningStrategy.agree_at_end`."""
-        return self._part.agree_at_end(value)
-
     def state_dict(self) -> dict[str, Any]:
         """Which part this is, and what was counted."""
         return {
@@ -118,7 +109,7 @@ class PostLocal(RunningStrategy):
             self._begin_local_steps()
             self._before = Traffic(**state["before"])
 
-    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
+    def skip_steps(self, steps: int) -> None:
         """Count the steps that were made before, and go over to local steps if it is past time."""
         self._steps_left -= steps
         if self._steps_left < 0:
@@ -131,9 +122,9 @@ class PostLocal(RunningStrategy):
         self._steps_left -= 1
         self._part.begin_step()
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
         """As the part that made the last step decides; see `RunningStrategy.should_stop`."""
-        return self._part.should_stop(step)
+        return self._part.should_stop(step, is_asked=is_asked)
 
     def forward(self, x: Any) -> Any:
         """Run the forward pass; see `RunningStrategy.forward`."""
@@ -171,10 +162,9 @@ class PostLocal(RunningStrategy):
                 every=self._every,
                 payload="weights",
                 group=self._group,
-                stops_together=self._stops_together,
             )
         except RuntimeError as error:
-            raise self._first.explain(error, "the start of local steps") from error
+            raise explain(error, "the start of local steps") from error
         finally:
             # A session starts with rank 0's replica: weights were equal, but statistics were not.
             for buffer, value in zip(self._replica.model.buffers(), own, strict=True):
@@ -195,25 +185,6 @@ class PostLocalStrategy(Strategy):
     section = "post_local"
     options_type = PostLocalConfig
 
-    def without_effect(self, options: PostLocalConfig, setting: Setting) -> list[str]:
-        """Local steps that never come, or are fewer than there are between two averages."""
-        steps = setting.total_steps
-        left = steps - round(options.post_local_after * steps)
-        if options.local_steps <= left:
-            return []
-        if left:
-            return [
-                f"local_steps is {options.local_steps}, but the run has {left} steps left after "
-                "the all-reduced ones: replicas are never averaged while training. Make "
-                "local_steps less."
-            ]
-        if options == PostLocalConfig(post_local_after=1.0):
-            return []
-        return [
-            f"local_steps={options.local_steps} is not used: post_local_after is "
-            f"{options.post_local_after}, which leaves none of the run's {steps} steps."
-        ]
-
     def build(self, replica: Replica, setting: Setting, options: PostLocalConfig) -> PostLocal:
         """Begin with all-reduced steps."""
         return PostLocal(
@@ -221,5 +192,4 @@ class PostLocalStrategy(Strategy):
             after_steps=round(options.post_local_after * setting.total_steps),
             every=options.local_steps,
             group=all_ranks(),
-            stops_together=setting.checkpoint_every is not None,
         )

@@ -1,16 +1,15 @@
 """Merged gradient sparsification, as strategies of the loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.compression import check_density
-from gossipgrad.sparsification import Warmup, deal_states
+from gossipgrad.sparsification import Warmup
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
@@ -63,7 +62,7 @@ class Sparse(Lockstep):
     """A session of `gg.sparsify`: OMGS-SGD, and what it is compared with.
 
     Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
-    A checkpoint holds what each rank carries over; another number of ranks shares it out.
+    A checkpoint holds what each rank carries over; another number of ranks begins with nothing.
 
     Args:
         replica: What this rank trains.
@@ -85,11 +84,10 @@ class Sparse(Lockstep):
         super().__init__(replica.model, replica.stop)
         if "sparse" in methods:
             self.against_divergence = "lower --lr, or give more --density-warmup-steps"
-        density = options.density
-        self._warmup: Warmup | None = None
+        density: float | Warmup = options.density
         stage_steps = warmup_steps(options, epochs=setting.epochs, total_steps=setting.total_steps)
         if stage_steps:
-            density = self._warmup = Warmup(steps=stage_steps, then=options.density)
+            density = Warmup(steps=stage_steps, then=options.density)
         dtype = options.value_dtype
         correction = None
         momentum = setting.momentum if setting.optimizer == "sgd" else 0.0
@@ -117,17 +115,10 @@ class Sparse(Lockstep):
         """The session."""
         return {"session": self._session}
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass and with it the exchange; see `RunningStrategy.backward`."""
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            raise self.explain(error, "an exchange of gradients") from error
-
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate as all in lockstep do; at the end, also say what was planned and starved."""
+        """Evaluate as all in lockstep do; at the end, also note what was planned and starved."""
         if final:
-            self.notes += self._told()
+            self.notes += self._plan_notes()
         return super().evaluate(test, final=final)
 
     def traffic(self) -> Traffic:
@@ -148,43 +139,16 @@ class Sparse(Lockstep):
         """Load what `state_dict` gave."""
         self._session.load_own_state(state["session"])
 
-    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
-        """Share out what the ranks of before carried over, and count their rounds on.
-
-        A warm-up goes by rounds that were made, and not by `steps`, which are those of this start.
-        """
-        here = self._session
-        dealt = deal_states([{"session": state["session"]} for state in states], here.world_size)
-        here.load_own_state(dealt[here.rank]["session"])
-
     def close(self) -> None:
         """Take the hooks off, and leave the private group."""
         self._session.close()
 
-    def _part(self) -> None:
-        self._session.group.close()
-        super()._part()
-
-    def _told(self) -> list[str]:
+    def _plan_notes(self) -> list[str]:
         stats = self._session.stats()
         if not stats.groups:
             return []
         sparse = sum(group.method == "sparse" for group in stats.groups)
         notes = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
-        warmup = self._warmup
-        if sparse and warmup is not None and warmup(0) > warmup.then:
-            steps, last = len(_STAGES) * warmup.steps, warmup(stats.rounds - 1)
-            if stats.rounds > steps:
-                notes.append(f"the density fell to {last:g} over the first {steps:,} steps")
-            else:
-                notes.append(
-                    f"the density was {last:g} at the end, in a warm-up of {steps:,} steps"
-                )
-        if stats.predicted_seconds is not None and stats.measured_seconds is not None:
-            notes.append(
-                f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
-                f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
-            )
         if len(stats.compared_seconds) > 1:
             took = (f"{name} {1e3 * s:.3g} ms" for name, s in stats.compared_seconds.items())
             notes.append(f"a step took, when compared: {', '.join(took)}")
@@ -228,24 +192,6 @@ class SparseStrategy(Strategy):
                 f"optimizer is {setting.optimizer}, and momentum is {setting.momentum}"
             )
         return found
-
-    def without_effect(self, options: SparseConfig, setting: Setting) -> list[str]:
-        """A warm-up that sends no more than what follows, or that never ends."""
-        if not options.density_warmup_steps:
-            return []
-        if options.density >= _STAGES[0]:
-            return [
-                f"density_warmup_steps={options.density_warmup_steps} is not used: a warm-up sends "
-                f"{_STAGES[0]} of a gradient at most, and density is {options.density}."
-            ]
-        if len(_STAGES) * options.density_warmup_steps >= setting.total_steps:
-            return [
-                f"density_warmup_steps is {options.density_warmup_steps}, and the warm-up has "
-                f"{len(_STAGES)} times as many, but the run has {setting.total_steps} steps: it "
-                f"never comes to send {options.density}. Make density_warmup_steps less, or train "
-                "for longer."
-            ]
-        return []
 
     def build(self, replica: Replica, setting: Setting, options: SparseConfig | None) -> Sparse:
         """Begin a session."""

@@ -6,88 +6,65 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from gossipgrad._messages import first_line
 from gossipgrad.comm import AskedStore, Group
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import Schedule
-from gossipgrad.train._result import PeerLostError, RunStopped
+from gossipgrad.train._result import PeerLostError
 
-# A step may take longer than the grace: others hear the word in it, and write at its end.
-_GRACE_STEPS = 2
+_VOTE_STEPS = 4
 
 
 class LockstepStop:
     """Has ranks in lockstep stop before the same step, though they receive the signal at others.
 
-    A rank that has the signal writes the step that it is about to take into the store, and goes on
-    training. No rank finishes a step that another has not begun, so a rank that is past the highest
-    step in the store finds the steps of all ranks there, and stops. Without a signal the store is
-    not asked.
-
-    A rank whose peers do not get the signal in time disconnects from them; they find its step in
-    the store.
-
-    Attributes:
-        is_disconnected: Whether this rank has left the others, or they have left it.
+    Every fourth step they begin to add up who has the signal, behind the steps that follow, and
+    four steps later all stop if anyone had.
 
     Args:
-        store: Where the ranks write; the n-th object of a rank belongs to the n-th of the others.
-        rank: This rank.
-        world_size: How many there are.
-        disconnect: Ends this rank's connections, so that no one waits for it.
+        stop: Set when this rank has the signal.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, disconnect: Callable[[], None]
-    ) -> None:
-        self.is_disconnected = False
-        self._disconnect = disconnect
-        self._rank = rank
-        number = store.add(f"gossipgrad/stops/{rank}", 1)
-        self._store = dist.PrefixStore(f"gossipgrad/stop/{number}", store)
-        self._keys = [str(rank) for rank in range(world_size)]
-        self._written: tuple[int, float] | None = None
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def should_stop(self, step: int) -> bool:
-        """Whether this rank, which has the signal, stops before `step`."""
-        if len(self._keys) == 1:
-            return True
-        try:
-            if self._written is None:
-                self._store.set(str(self._rank), str(step))
-                self._written = step, time.monotonic()
-            if self._store.check(self._keys):
-                return step > max(int(self._store.get(key)) for key in self._keys)
-        except RuntimeError:
-            # The store is gone, and with it the rank that had it.
-            self.disconnect()
-            return True
-        first, at_seconds = self._written
-        if step < first + _GRACE_STEPS or time.monotonic() < at_seconds + _GRACE_SECONDS:
-            return False
-        self.disconnect()
-        return True
+        """Whether all stop before `step`; every rank asks before every step.
 
-    def is_requested(self) -> bool:
-        """Whether any rank has the signal, as far as the store can be reached."""
-        try:
-            return any(self._store.check([key]) for key in self._keys)
-        except RuntimeError:
+        Raises:
+            RuntimeError: A rank is gone.
+        """
+        if step % _VOTE_STEPS:
             return False
+        if self._vote is not None:
+            votes, work = self._vote
+            if work is not None:
+                work.wait()
+            if votes.item():
+                return True
+        votes = torch.tensor([float(self._stop.is_set())])
+        self._vote = votes, dist.all_reduce(votes, async_op=True)
+        return False
 
-    def disconnect(self) -> None:
-        """Leave the others, who may have left already."""
-        if not self.is_disconnected:
-            self.is_disconnected = True
-            self._disconnect()
+
+def is_asked_of_any(stop: threading.Event) -> bool:
+    """Whether any rank has the signal to stop; a collective of the process group.
+
+    Raises:
+        RuntimeError: A rank is gone.
+    """
+    votes = torch.tensor([float(stop.is_set())])
+    dist.all_reduce(votes)
+    return bool(votes.item())
 
 
 # How long a rank that has the signal waits for the others to have it.
 _GRACE_SECONDS = 5.0
 _STORE_SECONDS = 5.0
-_CONNECT_SECONDS = 30.0
 
 
 class RoundStop:
@@ -97,15 +74,13 @@ class RoundStop:
     its partners, so until the last of them writes, none can be in a round that is `beyond` the
     highest one in the store; by then all have read all rounds, and stop there. A rank that does not
     find the others' rounds in time, or cannot reach the store, stops alone; where a wait for a
-    partner was cut short, one may be ahead all the same. Without a signal the store is not asked;
-    the connection to it is made at the start, since that alone may take seconds.
+    partner was cut short, one may be ahead all the same. Without a signal the store is not asked.
 
     Args:
         group: Whose store, and which rank.
         living: The ranks whose rounds are awaited.
         in_round: Which round this rank is in.
         beyond: The first round that no rank can be in as long as any is in a given one, or before.
-        alone: Whether this rank has nobody to stop with; it then stops at once.
     """
 
     def __init__(
@@ -114,27 +89,20 @@ class RoundStop:
         living: Callable[[], Sequence[int]],
         in_round: Callable[[], int],
         beyond: Callable[[int], int],
-        alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._group = group
         self._living = living
         self._in_round = in_round
         self._beyond = beyond
-        self._alone = alone
         self._store = AskedStore(group.store, timeout_seconds=_STORE_SECONDS)
-        self._connected = self._store.begin(lambda store: None)
-        self._signal_seconds: float | None = None
+        self._store.begin(lambda store: None)  # to connect may take seconds
         self._written_seconds: float | None = None
         self._last: int | None = None
 
     def should_stop(self) -> bool:
         """Whether this rank, which has the signal, stops before its next step."""
-        if len(self._living()) == 1 or self._alone():
+        if len(self._living()) == 1:
             return True
-        now = time.monotonic()
-        if not self._connected.done():  # until then it is as if there was no signal
-            self._signal_seconds = now if self._signal_seconds is None else self._signal_seconds
-            return now > self._signal_seconds + _CONNECT_SECONDS
         if self._last is None:
             try:
                 self._last = self._ask()
@@ -143,7 +111,7 @@ class RoundStop:
         if self._last is not None:
             return self._in_round() >= self._last
         assert self._written_seconds is not None
-        return now > self._written_seconds + _GRACE_SECONDS
+        return time.monotonic() > self._written_seconds + _GRACE_SECONDS
 
     def close(self) -> None:
         """Ask no more."""
@@ -227,26 +195,10 @@ class StopFlag:
         self._asked.close()
 
 
-# The signal and the loss of a peer that had it first arrive by different ways.
-_STOP_GRACE_SECONDS = 2.0
-
-
-def explain(
-    error: RuntimeError,
-    stop: threading.Event,
-    what: str,
-    *,
-    is_requested: Callable[[], bool] = lambda: False,
-) -> RuntimeError:
-    """The error to raise for one that `what`, a collective of all ranks, has raised.
-
-    A failed collective means that the run stops if this rank has the signal, too, which may take a
-    moment, or if `is_requested`; else that a peer is lost.
-    """
+def explain(error: RuntimeError, what: str) -> RuntimeError:
+    """The error to raise for one that `what`, a collective of all ranks, has raised."""
     if not _is_lost_peer(error):
         return error
-    if is_requested() or stop.wait(_STOP_GRACE_SECONDS):
-        return RunStopped("the run was told to stop")
     return PeerLostError(f"{what} failed because a rank is gone ({first_line(error)})")
 
 

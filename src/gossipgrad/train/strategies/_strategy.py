@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, Heartbeats
 from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._spans import StepSpans
@@ -75,6 +75,16 @@ class Setting:
     shuffle: str
     shuffle_deadline_seconds: float
     lost_after_seconds: float
+
+    @property
+    def heartbeats(self) -> Heartbeats:
+        """How ranks watch over each other, so that one is given up after `lost_after_seconds`."""
+        silent_seconds, usual = self.lost_after_seconds, Heartbeats()
+        return Heartbeats(
+            silent_seconds=silent_seconds,
+            lease_seconds=min(usual.lease_seconds, silent_seconds),
+            interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,10 +156,6 @@ class Strategy(ABC):
         """Options that others leave without use, each with the reason; for runs of any length."""
         return {}
 
-    def without_effect(self, options: Any, setting: Setting) -> list[str]:
-        """What to warn of that a run of so many steps leaves without effect."""
-        return []
-
     def describe(self, options: Any) -> dict[str, str]:
         """What the report shows of the options; a "topology" is drawn beside who met whom."""
         return {}
@@ -216,16 +222,12 @@ class RunningStrategy(ABC):
         return {"session": self.session}
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has, values of JSON; a collective, but for those who never meet."""
-        return [value]
-
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank that lives has, as `agree`; where one may be lost, the living try again.
+        """What every rank that lives has, values of JSON; a collective, but for `local`.
 
         Raises:
             GossipError: The ranks did not come together.
         """
-        return self.agree(value)
+        return [value]
 
     def checkpoint_label(self, steps: int) -> int:
         """What a checkpoint after this rank's `steps` is called.
@@ -245,15 +247,8 @@ class RunningStrategy(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
         """Load what `state_dict` gave; a collective, before the state of replica and session is."""
 
-    def load_former_states(  # noqa: B027  (most do not ask how far they are)
-        self, steps: int, states: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Go on behind so many steps of a run that had other ranks; a collective.
-
-        Args:
-            steps: In steps of this start.
-            states: What `state_dict` gave on each of those ranks, in their order.
-        """
+    def skip_steps(self, steps: int) -> None:  # noqa: B027  (most do not ask how far they are)
+        """Go on behind so many steps, of a run that had other ranks; a collective."""
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Ranks that are taken for dead, and when and why, where others can go on; local."""
@@ -286,13 +281,20 @@ class RunningStrategy(ABC):
         """Get ready for a step; called before its forward pass.
 
         Raises:
-            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
 
-    def should_stop(self, step: int) -> bool:
-        """Whether a rank that has the signal to stop does so before `step`; asked before each."""
-        return True
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
+        """Whether this rank stops before `step`; asked before each, a collective where all stop.
+
+        Args:
+            step: The step, counted from 1.
+            is_asked: Whether this rank has the signal to stop.
+
+        Raises:
+            PeerLostError: A peer that this strategy needs is gone.
+        """
+        return is_asked
 
     def position(self, steps: int) -> int:
         """Where the run is, in steps, for a rank that has made `steps`: beyond them if it is slow.
@@ -305,7 +307,6 @@ class RunningStrategy(ABC):
         """Run the forward pass of a step: what the model returns for the inputs of a batch.
 
         Raises:
-            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
         return self.model(x)
@@ -314,7 +315,6 @@ class RunningStrategy(ABC):
         """Run the backward pass of a step, and what has to come between it and the update.
 
         Raises:
-            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
         loss.backward()
@@ -335,3 +335,13 @@ def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) 
         final=final,
         weights=copy_of(model) if final else {},
     )
+
+
+def ring_bytes(size_bytes: int, world_size: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce of `size_bytes`.
+
+    Example:
+        >>> ring_bytes(1000, 4)
+        1500
+    """
+    return 2 * (world_size - 1) * size_bytes // world_size

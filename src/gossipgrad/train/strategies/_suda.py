@@ -12,7 +12,7 @@ import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.models import heads
 from gossipgrad.muon import BACKBONES, resolve_settings
-from gossipgrad.train._options import check_fields, make_plain
+from gossipgrad.train._options import check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip
 from ._strategy import GROUP, Replica, Setting, Strategy
@@ -43,15 +43,13 @@ class SudaConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        if self.backbone not in BACKBONES:
-            raise ValueError(
-                f"backbone is {self.backbone!r}, but must be one of {', '.join(BACKBONES)}."
-            )
-        if not 0 < self.deadline_seconds < math.inf:
-            raise ValueError(
-                f"deadline_seconds is {self.deadline_seconds}, but must be above 0 and finite: a "
-                "partner may never come."
-            )
+        check_rule(self, f"one of {', '.join(BACKBONES)}", BACKBONES.__contains__, "backbone")
+        check_rule(
+            self,
+            "above 0 and finite: a partner may never come",
+            lambda value: 0 < value < math.inf,
+            "deadline_seconds",
+        )
 
 
 class Suda(Gossip):
@@ -116,7 +114,6 @@ class SudaStrategy(Strategy):
 
     def build(self, replica: Replica, setting: Setting, options: SudaConfig) -> Suda:
         """Begin a session."""
-        silent_seconds, usual = setting.lost_after_seconds, gg.Heartbeats()
         session = gg.suda(
             replica.model,
             replica.optimizers[0],
@@ -124,11 +121,7 @@ class SudaStrategy(Strategy):
             encrypt=setting.encrypt or None,
             process_group=None if replica.groups is None else replica.groups(GROUP),
             recorder=replica.spans,
-            heartbeats=gg.Heartbeats(
-                silent_seconds=silent_seconds,
-                lease_seconds=min(usual.lease_seconds, silent_seconds),
-                interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
-            ),
+            heartbeats=setting.heartbeats,
         )
         return Suda(replica, session, every=1, checkpoint_every=setting.checkpoint_every)
 

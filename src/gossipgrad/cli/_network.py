@@ -1,13 +1,44 @@
-"""What the file of `--network` says about as many ranks as a command is asked for."""
+"""The network that options of a command describe: a rate and a latency, or a measured file."""
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import Network
 
-__all__ = ["for_ranks"]
+from ._units import rate_of, rate_text, seconds_of
+
+__all__ = ["for_ranks", "network_of"]
+
+
+def network_of(
+    bandwidth: str | None, latency: str | None, file: Path | None, world_size: int, *, what: str
+) -> tuple[str, Network]:
+    """The network for so many ranks, and what to call it.
+
+    Args:
+        bandwidth: Rate of each host's link; None: 1Gbit.
+        latency: Of a message; None: 50us.
+        file: What `gossipgrad probe` wrote, in place of both.
+        world_size: The number of ranks.
+        what: Is for so many, for a warning.
+
+    Raises:
+        ValueError: The options do not go together, or one is no rate, time or network.
+    """
+    if file is not None:
+        if (bandwidth, latency) != (None, None):
+            raise ValueError(
+                "--network says what links cost: leave out --bandwidth and --latency, or --network"
+            )
+        network = for_ranks(Network.load(file), file, [world_size], what=what)[world_size]
+        network.check(world_size)
+        return str(file), network
+    rate, latency = rate_of(bandwidth or "1Gbit"), latency or "50us"
+    link = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
+    return f"{rate_text(rate)}, {latency}", Network(exchange=link)
 
 
 def for_ranks(

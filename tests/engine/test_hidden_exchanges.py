@@ -1,0 +1,405 @@
+"""Mode sync hides its exchanges, in the next forward pass and in backward: no bit is another."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gossipgrad as gg
+from support.ranks import run_ranks
+from support.sessions import run_sessions
+
+STEPS = 6
+
+
+class Block(nn.Module):
+    """Attention, whose output layer is read and never called, and a tied pair of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.down.weight = self.up.weight
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x)[0]
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks, one layer that no pass uses, and one that only some passes use."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.idle, self.rare, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.checkpoints, self.uses_rare = checkpoints, False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        x = self.rare(x) if self.uses_rare else x
+        return F.linear(x.mean(1), self.head.weight, self.head.bias)
+
+
+def plain(model, x, y, session):
+    F.cross_entropy(model(x), y).backward()
+
+
+def two_passes(model, x, y, session):
+    (F.cross_entropy(model(x), y) + F.cross_entropy(model(x.flip(1)), y)).backward()
+
+
+def accumulated(model, x, y, session):
+    F.cross_entropy(model(x[:2]), y[:2]).backward()
+    F.cross_entropy(model(x[2:]), y[2:]).backward()
+
+
+def evaluated(model, x, y, session):
+    with torch.no_grad():
+        model(x)
+    with session.consensus():
+        model(x)
+    F.cross_entropy(model(x), y).backward()
+
+
+def in_parts(model, x, y, session):
+    for block in model.blocks:
+        x = block(x)
+    F.cross_entropy(model.head(x.mean(1)), y).backward()
+
+
+def saved(model, x, y, session):
+    session.load_state_dict(copy.deepcopy(session.state_dict()))
+    plain(model, x, y, session)
+
+
+def compiled(model, x, y, session):
+    F.cross_entropy(torch.compile(model, backend="eager")(x), y).backward()
+
+
+def within_no_sync(model, x, y, session):
+    with session.no_sync():
+        plain(model, x.flip(0), y, session)
+    plain(model, x, y, session)
+
+
+WAYS = {
+    "plain": plain,
+    "two passes": two_passes,
+    "checkpoints": plain,
+    "accumulated": accumulated,
+    "evaluated": evaluated,
+    "in parts": in_parts,
+    "saved and loaded": saved,
+    "compiled": compiled,
+}
+
+
+def sgd(model):
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+def adam(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def two(model):
+    head = list(model.head.parameters())
+    others = [p for p in model.parameters() if all(p is not one for one in head)]
+    return [
+        torch.optim.SGD(others, lr=0.1, momentum=0.9),
+        torch.optim.AdamW([{"params": head[:1], "lr": 0.02}, {"params": head[1:]}], lr=0.01),
+    ]
+
+
+def train(run, *, optimizers=sgd, checkpoints=False, waits=False, **settings):
+    """Final weights of each rank, and bytes; `waits`: they are mixed at once in each step."""
+    turn = threading.Lock()  # torch.compile is not for several threads at once
+    torch.manual_seed(0)
+    start = Model(checkpoints)
+
+    def rank_main(rank, group):
+        model = copy.deepcopy(start)
+        ours = optimizers(model)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in ours]
+        draw = torch.Generator().manual_seed(rank)
+        options = {"mode": "sync", "bucket_bytes": 256, **settings}
+        with gg.gossip(model, ours, process_group=group, **options) as session:
+            for step in range(STEPS):
+                model.uses_rare = step % 3 == 1
+                x, y = torch.randn(4, 5, 8, generator=draw), torch.arange(4) % 3
+                with turn if run is compiled else threading.Lock():
+                    run(model, x, y, session)
+                for each in (*ours, *schedules):
+                    each.step()
+                model.zero_grad()
+                if waits:
+                    session.wait()
+            session.wait()
+            found = [p.detach().clone() for p in model.parameters()]
+            stats = session.stats()
+            session.agree("read")
+        return found, stats.bytes_sent
+
+    return run_ranks(2, rank_main)
+
+
+def assert_same(ours, theirs):
+    for (one, sent), (other, also_sent) in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert sent == also_sent
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        *((way, {}) for way in WAYS),
+        ("plain", {"payload": "weights+state"}),
+        ("plain", {"compress": "shared-mask:0.3"}),
+        ("plain", {"every": 2}),
+        ("plain", {"average_every": 3}),
+    ],
+)
+def test_hiding_the_exchange_changes_no_bit(way, settings):
+    settings = {**settings, "checkpoints": way == "checkpoints"}
+    assert_same(train(WAYS[way], **settings), train(WAYS[way], waits=True, **settings))
+
+
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        (plain, {"optimizers": two, "checkpoints": True}),
+        (within_no_sync, {}),
+        (plain, {"optimizers": adam, "payload": "weights+state"}),
+        (plain, {"wire_dtype": torch.bfloat16}),
+        (plain, {"compress": "shared-mask:0.3"}),
+        (plain, {"every": 2}),
+        (plain, {"average_every": 3}),
+    ],
+)
+def test_an_update_in_backward_changes_no_bit(run, settings):
+    assert_same(train(run, update="in-backward", **settings), train(run, **settings))
+
+
+def test_the_update_does_not_wait_and_the_forward_pass_does():
+    released = threading.Event()
+
+    def rank_main(rank, group):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+        x = torch.ones(2, 4)
+        with gg.gossip(model, optimizer, process_group=group, mode="sync") as session:
+            model(x).sum().backward()
+            if rank == 1:
+                assert released.wait(60)  # until rank 0 has stepped
+            optimizer.step()
+            own = model[0].weight.detach().clone()
+            if rank == 0:
+                released.set()
+            model(x)
+            mixed = model[0].weight.detach().clone()
+            session.agree("done")
+        return own, mixed
+
+    (own, mixed), (other, also_mixed) = run_ranks(2, rank_main)
+    assert not torch.equal(own, other)
+    torch.testing.assert_close(mixed, (own + other) / 2)
+    torch.testing.assert_close(also_mixed, mixed)
+
+
+def test_a_late_partner_holds_the_forward_pass_up_to_the_deadline_and_is_mixed_later():
+    released = threading.Event()
+    mode = gg.Sync(deadline_seconds=0.2, floor_seconds=0.1)
+
+    def rank_main(rank, group):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+        x = torch.ones(2, 4)
+        with gg.gossip(model, optimizer, process_group=group, mode=mode) as session:
+            model(x).sum().backward()
+            optimizer.step()  # learns the modules
+            model(x).sum().backward()
+            if rank == 1:
+                assert released.wait(60)
+            start = time.perf_counter()
+            optimizer.step()
+            model(x).sum().backward()
+            seconds = time.perf_counter() - start
+            released.set()
+            session.agree("all have sent")
+            session.average_()
+            return seconds, model.weight.detach().clone(), session.stats().late_rounds
+
+    (seconds, weight, late), (_, other, _) = run_ranks(2, rank_main)
+    assert seconds < 5
+    assert late >= 1
+    torch.testing.assert_close(weight, other)
+
+
+def test_a_bucket_leaves_while_backward_still_runs():
+    """The partner has it before this rank's backward goes on."""
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, call):
+            ctx.call = call
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.call()
+            return gradient, None
+
+    def rank_main(rank, group):
+        first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+        model = nn.Sequential(first, last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        with gg.gossip(
+            model, optimizer, process_group=group, mode="sync", update="in-backward", bucket_bytes=8
+        ) as session:
+
+            def look():
+                seen.append((last.weight.grad is None, session.stats().bytes_sent > before))
+
+            for _ in range(2):
+                before = session.stats().bytes_sent
+                last(Pause.apply(first(torch.ones(2, 4)), look)).sum().backward()
+                optimizer.step()
+            session.agree("done")
+        return seen
+
+    for seen in run_ranks(2, rank_main):
+        assert seen == [(True, True)] * 2
+
+
+def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
+    """Backward needs the weights that forward has read; the late delta is not lost."""
+    has_read, has_sent = threading.Event(), threading.Event()
+
+    def rank_main(rank, group):
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        mode = gg.Sync(floor_seconds=0.05, deadline_seconds=0.1)
+        with gg.gossip(
+            model, optimizer, process_group=group, mode=mode, update="in-backward", bucket_bytes=64
+        ) as session:
+            for step in range(5):
+                if step == 3:  # hidden behind forward by now: rank 0 reads before rank 1 has sent
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.fill_(rank + 1.0)
+                    session.accept_changes()
+                if rank == 1 and step == 3:
+                    has_read.wait(20)
+                loss = model(torch.ones(1, 4)).sum()
+                if rank == 0 and step == 4:
+                    has_read.set()
+                    has_sent.wait(20)
+                    time.sleep(0.3)  # what was sent arrives
+                loss.backward()
+                optimizer.step()
+                if rank == 1 and step == 3:
+                    has_sent.set()
+            session.wait()
+            session.agree("done")
+            with session.consensus():
+                mean = model[0].weight.clone()
+        return mean
+
+    for mean in run_ranks(2, rank_main):
+        assert torch.allclose(mean, torch.full((4, 4), 1.5))
+
+
+def in_backward(use, world_size=2):
+    """What `use(me)` returns on each rank, where backward updates."""
+
+    def gradients(model, rank, step):
+        model(torch.ones(2, 4)).sum().backward()
+
+    return run_sessions(
+        world_size,
+        use,
+        make=lambda rank: nn.Linear(4, 1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        gradients=gradients,
+        mode="sync",
+        update="in-backward",
+        leaves_together=False,
+    )
+
+
+def test_what_comes_between_backward_and_step_is_refused_and_training_goes_on():
+    def use(me):
+        session, x = me.session, torch.ones(2, 4)
+        for again in (
+            lambda: session.consensus().__enter__(),
+            session.average_,
+            session.state_dict,
+            session.broadcast_,
+            lambda: me.model(x).sum().backward(),
+        ):
+            me.model(x).sum().backward()
+            with pytest.raises(gg.GossipError):
+                again()
+            me.optimizer.step()
+            me.optimizer.zero_grad()
+        session.average_()
+        return me.weights()
+
+    assert torch.equal(*in_backward(use))
+
+
+def test_a_session_that_ends_between_backward_and_step_leaves_the_other_alone():
+    def use(me):
+        me.model(torch.ones(2, 4)).sum().backward()
+        if me.rank == 0:
+            return None
+        me.optimizer.step()
+        me.optimizer.zero_grad()
+        me.train(3)
+        return me.session.position
+
+    assert in_backward(use) == [None, 4]
+
+
+def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
+    class Decaying(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    def rank_main(rank, group):
+        model = nn.Linear(4, 1)
+        optimizer = Decaying(model.parameters(), lr=0.1)
+        settings = {"process_group": group, "mode": "sync", "update": "in-backward"}
+        with gg.gossip(model, optimizer, **settings), pytest.raises(gg.GossipError):
+            model(torch.ones(2, 4)).sum().backward()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"update": "later"},
+        {"mode": "overlap"},
+        {"mode": "stale"},
+        {"exchanges": 2},
+        {"local_steps": 4},
+        {"scaler": torch.amp.GradScaler("cpu")},
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(settings):
+    model = nn.Linear(2, 1)
+    options = {"mode": "sync", "update": "in-backward", **settings}
+    with pytest.raises(ValueError, match="update"):
+        gg.gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
