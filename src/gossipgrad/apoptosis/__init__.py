@@ -1,4 +1,4 @@
-"""Neuron apoptosis: redundant neurons are merged into others while training goes on."""
+"""Neuron apoptosis: merge redundant neurons into others during training."""
 
 from gossipgrad.apoptosis._activations import ACTIVATIONS as ACTIVATIONS
 from gossipgrad.apoptosis._activations import Activation as Activation

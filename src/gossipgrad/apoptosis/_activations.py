@@ -1,4 +1,4 @@
-"""What is known of activations: which merges of neurons behind them are exact."""
+"""Properties of activations, which determine the exact merges of neurons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Activation:
 
     Attributes:
         function: On tensors.
-        lipschitz: The most by which outputs differ, over that by which inputs do.
+        lipschitz: The Lipschitz constant.
         is_homogeneous: `s(a z) = a s(z)` for all `a > 0`.
-        mirror: `(sign, constant)` with `s(-z) = sign s(z) + constant`; None: there is no such.
-        is_monotone: Whether it never falls.
+        mirror: `(sign, constant)` with `s(-z) = sign s(z) + constant`; None: there is none.
+        is_monotone: Whether it never decreases.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -44,11 +44,11 @@ ACTIVATIONS = {
     "softsign": Activation(F.softsign, mirror=(-1.0, 0.0)),
     "elu": Activation(F.elu),
 }
-"""By the name of torch's function, with its default arguments."""
+"""Activations by the name of torch's function, with its default arguments."""
 
 
 def check_activation(name: str | None) -> None:
-    """Raises `ValueError` if it is not known."""
+    """Raise `ValueError` if it is unknown."""
     if name is not None and name not in ACTIVATIONS:
         raise ValueError(
             f"activation must be one of {', '.join(ACTIVATIONS)}, or None where merges come from "

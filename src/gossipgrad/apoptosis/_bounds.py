@@ -1,4 +1,4 @@
-"""Merges by weights alone, with a bound for every input up to a norm: no data but that norm."""
+"""Merges from weights only, with a bound for every input up to a norm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ __all__ = ["Candidates", "candidates_of", "choose_bounded", "rows_of_layer"]
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """How far each neuron is, at most, from a multiple of each other one, or from a constant.
+    """Upper bounds of each neuron's distance to a multiple of another one, or to a constant.
 
     Attributes:
-        distance: `|h_j - scale_ji h_i - constant_ji|` at most, `(width, width + 1)`; the last
-            column is a constant alone.
+        distance: Upper bounds of `|h_j - scale_ji h_i - constant_ji|`, `(width, width + 1)`; the
+            last column is for a constant only.
         scale: Shape `(width, width)`.
         constant: Shape `(width, width + 1)`.
     """
@@ -33,7 +33,7 @@ class Candidates:
 
 
 def rows_of_layer(model: nn.Module, neurons: Neurons) -> Tensor:
-    """Weights and biases of each neuron, with BatchNorm's statistics in them, `(width, d + 1)`."""
+    """Return weights and biases of each neuron, including BatchNorm, `(width, d + 1)`."""
     producer = model.get_submodule(neurons.name)
     weight = weight_of(producer).detach().double().flatten(1)
     bias = bias_of(producer)
@@ -65,15 +65,15 @@ def candidates_of(
     high: Tensor | None = None,
     absorbs: bool = True,
 ) -> Candidates:
-    """All ways in which a neuron can be replaced, and how far off each is at most.
+    """Return all replacements of neurons with bounds of their errors.
 
     Args:
         rows: Weights and biases, `(width, d + 1)`.
-        activation: Behind them.
-        norm: Of the inputs with 1 for the bias, at most.
-        low: The least of each input, `(d,)` or, of convolutions, `(d / taps,)`.
-        high: The largest, alike.
-        absorbs: Whether consumers can take a constant in.
+        activation: Their activation.
+        norm: Upper bound of the norm of inputs, with 1 for the bias.
+        low: The minimum of each input, `(d,)` or, for convolutions, `(d / taps,)`.
+        high: The maximum, of the same shape.
+        absorbs: Whether consumers can absorb a constant.
 
     References:
         Own derivation. Parallel: `L ||w_j - a w_i|| ||x||` with `a = <w_i, w_j> / ||w_i||^2`, at
@@ -115,14 +115,14 @@ def candidates_of(
 def choose_bounded(
     candidates: Candidates, influences: Sequence[Tensor], *, budget: float, at_most: int
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The most neurons that may go with a bound within the budget: triangle inequality.
+    """Remove as many neurons as a bound by the triangle inequality allows within the budget.
 
     Args:
-        candidates: How far replacements are off.
-        influences: By consumer, how far its outputs move at most when a neuron moves by 1, over
-            the root of their variance, `(width,)`.
-        budget: The square of the bound, at most.
-        at_most: How many may go.
+        candidates: Bounds of the replacements' errors.
+        influences: By consumer, the largest change of its outputs when a neuron changes by 1,
+            divided by the outputs' standard deviation, `(width,)`.
+        budget: Upper limit of the square of the bound.
+        at_most: The most neurons to remove.
 
     Returns:
         Indices kept, the fold `(k, r)`, constants `(r,)`, and the square of the largest bound.
@@ -154,7 +154,7 @@ def choose_bounded(
 
 
 def activation_of(neurons: Neurons) -> Activation:
-    """The one known activation of neurons.
+    """Return the neurons' single known activation.
 
     Raises:
         ValueError: There is none.
@@ -168,7 +168,7 @@ def activation_of(neurons: Neurons) -> Activation:
 
 
 def pads_with_zeros(consumer: nn.Module) -> bool:
-    """Whether a constant is no constant at the border of what a consumer reads."""
+    """Whether a consumer pads its input with zeros, so that a constant differs at the border."""
     if not isinstance(consumer, _ConvNd) or consumer.padding_mode != "zeros":
         return False
     return any(consumer._reversed_padding_repeated_twice)
@@ -177,7 +177,7 @@ def pads_with_zeros(consumer: nn.Module) -> bool:
 def _range_of(
     rows: Tensor, activation: Activation, norm: float, low: Tensor | None, high: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Middle and radius of what each neuron can be."""
+    """Return middle and radius of each neuron's range."""
     if not activation.is_monotone:
         return rows.new_zeros(len(rows)), rows.new_full((len(rows),), torch.inf)
     weights, bias = rows[:, :-1], rows[:, -1]

@@ -1,4 +1,4 @@
-"""Where the neurons of a layer lie in a tensor, and where they go in torch's functions."""
+"""The position of a layer's neurons in a tensor, through torch's functions."""
 
 from dataclasses import dataclass
 from math import prod
@@ -37,7 +37,7 @@ _POOL = ("pool1d", "pool2d", "pool3d")
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Where the neurons of a layer lie in a tensor: `block` elements each, along `dim`."""
+    """The position of a layer's neurons in a tensor: `block` elements each, along `dim`."""
 
     layer: str
     dim: int
@@ -53,15 +53,15 @@ def behind(
     shape: tuple[int, ...],
     after: tuple[int, ...],
 ) -> Channels | str:
-    """Where channels lie behind a function of one tensor, or why they cannot be followed.
+    """Return the channels after a function of one tensor, or why they cannot be followed.
 
     Args:
-        name: Of the function, such as `"max_pool2d"`.
-        channels: Where they lie before.
-        args: Of the call.
-        kwargs: Alike.
-        shape: Of the tensor before.
-        after: Of that behind.
+        name: Name of the function, such as `"max_pool2d"`.
+        channels: The channels before.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+        shape: Shape of the tensor before.
+        after: Shape of the tensor after.
     """
     if name in ELEMENTWISE or name in NEUTRAL or name in DROPOUTS:
         return channels

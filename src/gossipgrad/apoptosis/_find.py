@@ -1,7 +1,7 @@
-"""Finds neurons that may go: follows their channels through one run of the model.
+"""Search for removable neurons: follow their channels through one run of the model.
 
-Tensors are followed by what torch is called with, in Python as it runs, so branches and loops do
-not matter. What is found is tried: without a neuron whose outgoing weights are 0 the model must
+It follows tensors through the calls of torch functions, as Python runs, so branches and loops do
+not matter. Each result is tested: without a neuron whose outgoing weights are 0 the model must
 compute the same.
 """
 
@@ -41,46 +41,46 @@ _DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0, "softplus": 1.0}
 
 @dataclass
 class _Trail:
-    """What became of the outputs of one layer, in the order of the run."""
+    """The uses of one layer's outputs, in the order of the run."""
 
     consumers: list[str] = field(default_factory=list)
     companions: list[str] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    readers: list[str] = field(default_factory=list)  # what reads the very output
+    readers: list[str] = field(default_factory=list)  # layers that read the output itself
     norm: str | None = None
     dropout: str | None = None
 
 
 @dataclass(frozen=True)
 class Found:
-    """What may shrink in a model, and what may not.
+    """The neurons of a model that may be removed, and the layers that may not shrink.
 
     Attributes:
-        neurons: What may.
-        refused: By the name of a linear or convolutional layer, why its outputs stay.
+        neurons: The removable neurons.
+        refused: By the name of a linear or convolutional layer, why it does not shrink.
     """
 
     neurons: tuple[Neurons, ...]
     refused: Mapping[str, str]
 
     def without(self, reasons: Mapping[str, str]) -> "Found":
-        """The same, but neurons that are named stay, for these reasons."""
+        """Return the same without the named neurons, which are refused for these reasons."""
         may = tuple(each for each in self.neurons if each.name not in reasons)
         return Found(may, {**self.refused, **reasons})
 
 
 def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
-    """Follows the outputs of each linear and convolutional layer to the layers that read them.
+    """Follow the outputs of each linear and convolutional layer to the layers that read them.
 
     The model is run with the example, in training mode and in evaluation mode; parameters, buffers
-    and random numbers stay as they are.
+    and random numbers are restored.
 
     Args:
         model: Not wrapped by DistributedDataParallel or `torch.compile`.
         example_input: A tensor, a tuple of arguments, or a mapping of named ones.
-        tries: Whether each is tried by a run without one of its neurons.
+        tries: Whether to test each by a run without one of its neurons.
     """
     run = _runner(model, example_input)
     walk = _Walk(model)
@@ -98,7 +98,7 @@ def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
 
 
 class _Walk(TorchFunctionMode):
-    """Sees each call of torch while it is entered, and keeps where channels are."""
+    """Intercepts calls of torch, and tracks the positions of channels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -113,13 +113,13 @@ class _Walk(TorchFunctionMode):
                 self._owner[id(parameter)] = module
         self._channels: dict[int, Channels] = {}
         self._direct: dict[int, str] = {}
-        self._held: list[Tensor] = []  # so that no other tensor gets the identity of one
+        self._held: list[Tensor] = []  # keeps tensors alive, so that no id is reused
         self._entered: list[nn.Module] = []
         self._calls: Counter[str] = Counter()
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """One run."""
+        """Track one run inside."""
         self._channels, self._direct, self._held = {}, {}, []
         self._entered, self._calls = [], Counter()
         for trail in self.trails.values():
@@ -142,13 +142,13 @@ class _Walk(TorchFunctionMode):
         self._entered.pop()
 
     def end(self, output: Any) -> None:
-        """The run has returned this."""
+        """End a run with its result."""
         for tensor in _tensors(output):
             if (channels := self._channels.get(id(tensor))) is not None:
                 self._refuse(channels, "its outputs are the model's")
 
     def found(self) -> tuple[list[Neurons], dict[str, str]]:
-        """Neurons, and for the layers that make none, why."""
+        """Return neurons, and for layers without any the reason."""
         neurons: list[Neurons] = []
         refused = dict(self.outside)
         done: set[str] = set()
@@ -257,12 +257,12 @@ class _Walk(TorchFunctionMode):
         if isinstance(label, Channels):
             self._channels[id(output)] = label
             return
-        self._channels.pop(id(output), None)  # one that is written in place
+        self._channels.pop(id(output), None)  # it may be written in place
         for channels, _ in carried.values():
             self._refuse(channels, label)
 
     def _layer(self, tensors: list[Tensor], output: Tensor) -> None:
-        """A linear or convolutional function: reads channels, makes others."""
+        """Handle a linear or convolutional function: it reads channels and creates others."""
         x, weight = tensors[0], tensors[1]
         module = self._owner.get(id(weight))
         channels = self._channels.get(id(x))
@@ -307,7 +307,7 @@ class _Walk(TorchFunctionMode):
         kwargs: dict[str, Any],
         output: Tensor,
     ) -> Channels | str:
-        """Where the channels are behind a function, or why they cannot be followed."""
+        """Return the channels after a function, or why they cannot be followed."""
         channels, shape = next(iter(carried.values()))
         trail = self._trail(channels)
         if name in SUMS or name == "pow":
@@ -322,13 +322,13 @@ class _Walk(TorchFunctionMode):
             trail.activations.append("prelu of channels")
             return channels
         if name not in NEUTRAL and name not in RESHAPES and name not in DROPOUTS:
-            trail.dropout = None  # what it drops goes through more than a change of shape
+            trail.dropout = None  # its output passes more than a change of shape
         if name in ELEMENTWISE:
             extra = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, float | int)]
             is_default = not extra or extra[0] in (_DEFAULTS.get(name, extra[0]), True, False)
             trail.activations.append(name if is_default else f"{name} of another slope")
         if name == "sum" or name.startswith("lp_"):
-            trail.activations.append(name)  # no bound of one neuron holds for sums of many
+            trail.activations.append(name)  # bounds of one neuron are invalid for sums of many
         if name in DROPOUTS and isinstance(self._entered[-1], _DropoutNd):
             trail.dropout = trail.dropout or self._names[id(self._entered[-1])]
         if name == "batch_norm":
@@ -342,7 +342,7 @@ class _Walk(TorchFunctionMode):
         shapes: dict[int, tuple[int, ...]],
         carried: dict[int, tuple[Channels, tuple[int, ...]]],
     ) -> Channels | str:
-        """Sums and products: of neurons with numbers, with themselves, or gated by others."""
+        """Handle sums and products with numbers, with themselves, or gated by others."""
         rank = max(len(shapes[id(t)]) for t in tensors)
         places = {c.dim - len(shape) for c, shape in carried.values()}
         if len(places) > 1 or (any(c.block != 1 for c, _ in carried.values()) and len(carried) > 1):
@@ -417,7 +417,7 @@ def _runner(model: nn.Module, example_input: Any) -> Callable[[], Any]:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Inside, the model may be run; modes, buffers and random numbers are as before, outside."""
+    """Restore modes, buffers and random numbers of the model after runs inside."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
@@ -438,7 +438,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def _try_all(
     model: nn.Module, run: Callable[[], Any], neurons: list[Neurons], refused: dict[str, str]
 ) -> tuple[list[Neurons], dict[str, str]]:
-    """Leaves out neurons without which the model does not compute the same."""
+    """Refuse neurons without which the model computes something else."""
     if _fault(model, run, neurons) is None:
         return neurons, refused
     good = []
@@ -452,7 +452,7 @@ def _try_all(
 
 
 def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons]) -> str | None:
-    """What goes wrong without the last of each of these, when nothing reads it."""
+    """Return what fails without the last neuron of each, when nothing reads it."""
     neurons = [each for each in neurons if each.width(model) > 1]
     kept = [(p, p.detach(), p.grad) for p in model.parameters()]
     kept += [(b, b.detach(), None) for b in model.buffers()]

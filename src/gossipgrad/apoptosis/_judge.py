@@ -1,4 +1,4 @@
-"""From moments to merges of one layer."""
+"""The choice of merges of one layer from its moments."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ __all__ = ["consumer_of", "judge", "judge_bounded", "why_not_bounded"]
 
 
 def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments) -> Consumer:
-    """What a consumer reads by what was measured, and its weights as they are now."""
+    """Return a consumer with its measured inputs and current weights."""
     module = model.get_submodule(path)
     second = moments.scatter / moments.count
     mean = moments.mean
@@ -49,15 +49,15 @@ def judge(
     budget: float,
     at_most: int,
 ) -> Merging:
-    """The most merges whose joint error on the sample is within the budget.
+    """Merge as many neurons as the budget allows, by the joint error on the sample.
 
     Args:
-        model: Theirs.
-        neurons: Which.
-        moments: By consumer.
+        model: Their model.
+        neurons: The neurons to merge.
+        moments: Moments by consumer.
         rule: `"pairs"` or `"least-squares"`.
-        budget: Of the variance of each consumer's outputs.
-        at_most: How many neurons may go.
+        budget: Share of the variance of each consumer's outputs.
+        at_most: The most neurons to remove.
     """
     width = neurons.width(model)
     consumers = {p: consumer_of(model, neurons, p, moments[p]) for p in neurons.consumers}
@@ -74,7 +74,7 @@ def judge(
         kept,
         dict(zip(consumers, folds, strict=True)),
         shifts,
-        # The map of gradients is known for pairs right behind one layer; sums of many have none.
+        # The map of gradients is defined for pairs directly after one layer, not for sums of many.
         state_fold=folds[0] if rule == "pairs" and neurons.is_plain else None,
         error=error,
     )
@@ -88,7 +88,7 @@ def judge_bounded(
     budget: float,
     at_most: int,
 ) -> Merging:
-    """The most merges whose error is within the budget for each input up to the largest seen."""
+    """Merge as many neurons as the budget allows, for any input up to the largest norm seen."""
     width = neurons.width(model)
     first = moments[neurons.consumers[0]]
     modules = {path: model.get_submodule(path) for path in neurons.consumers}
@@ -125,12 +125,12 @@ def judge_bounded(
 
 
 def _influence(consumer: nn.Module, width: int) -> Tensor:
-    """How far outputs move when a neuron moves by 1 at all taps, in norm at most."""
+    """Bound the norm of the outputs' change when a neuron changes by 1 at all taps."""
     return taps_of(consumer, width).double().cpu().norm(dim=0).sum(0)
 
 
 def why_not_bounded(model: nn.Module, neurons: Neurons) -> str | None:
-    """Why there is no bound for the worst case; None if there is one."""
+    """Return why there is no worst-case bound; None if there is one."""
     try:
         activation_of(neurons)
         rows_of_layer(model, neurons)

@@ -1,8 +1,8 @@
-"""Which neurons are merged into which, and what it costs: pure arithmetic on moments.
+"""The choice of merges and their errors: pure arithmetic on moments.
 
-In the words of `_reference`: `C` are second moments of neurons, `V` a consumer's weights, and the
-error is the joint mean square of all that a consumer's outputs change by. It is never a sum over
-neurons: errors of several are correlated.
+With the letters of `_reference`: `C` are second moments of neurons, `V` a consumer's weights, and
+the error is the joint mean square change of a consumer's outputs. It is never a sum over neurons,
+since their errors are correlated.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +32,15 @@ _ROUNDING = 1e-7
 
 @dataclass(frozen=True, eq=False)
 class Consumer:
-    """What a consumer reads, and how it weighs it.
+    """The inputs of a consumer and their weights.
 
     Attributes:
-        weights: By output, tap and neuron, `(outputs, taps, width)`.
-        second: Second moments of what it reads, `(taps, width, taps, width)`: covariances where it
-            can take a constant in, else about 0. With taps together, of one tap.
-        mean: Means of what it reads where it can take a constant in, `(taps, width)`, else None.
-        scale: What errors are measured in: the variance of its outputs.
-        samples: How many rows the moments are of.
+        weights: Weights by output, tap and neuron, `(outputs, taps, width)`.
+        second: Second moments of its inputs, `(taps, width, taps, width)`: covariances if it can
+            absorb a constant, else about 0. One tap if taps are combined.
+        mean: Means of its inputs if it can absorb a constant, `(taps, width)`, else None.
+        scale: The unit of errors: the variance of its outputs.
+        samples: Number of rows of the moments.
     """
 
     weights: Tensor
@@ -55,24 +55,24 @@ class Consumer:
         return torch.einsum("tntm->nm", self.second)
 
     def importance(self) -> Tensor:
-        """How much outputs change with a neuron, `(width,)`, in shares of their variance."""
+        """The change of outputs without a neuron, `(width,)`, as a share of their variance."""
         taps = self.second.shape[0]
         return self.weights.double().square().sum((0, 1)) / (self.scale * taps)
 
 
 def joint_error(consumer: Consumer, kept: Tensor, removed: Tensor, fold: Tensor) -> float:
-    """`E ||dy||^2` over the variance of the outputs, when `h_removed` becomes `fold^T h_kept`.
+    """Return `E ||dy||^2` over the outputs' variance, if `h_removed` becomes `fold^T h_kept`.
 
-    Exact on the sample; with taps together a bound, by Cauchy and Schwarz.
+    Exact on the sample; with combined taps a bound, by Cauchy and Schwarz.
 
     Args:
-        consumer: Whose outputs change.
-        kept: Indices, `(k,)`.
-        removed: The others, `(r,)`.
+        consumer: The consumer whose outputs change.
+        kept: Indices of kept neurons, `(k,)`.
+        removed: Indices of the others, `(r,)`.
         fold: Shape `(k, r)`.
 
     References:
-        Own derivation: `tr(V_R S V_R^T)` with S the second moments of what is left of neurons, or
+        Own derivation: `tr(V_R S V_R^T)` with S the second moments of the neurons' residuals, or
         `tr(D C D^T)` with D the change of the weights of all taps.
     """
     weights, second = consumer.weights.double(), consumer.second
@@ -98,10 +98,9 @@ def _error_of_one_tap(consumer: Consumer, removed: Tensor, left: Tensor) -> floa
 
 
 def pair_order(consumers: Sequence[Consumer]) -> list[int]:
-    """In which order neurons go, when each is merged into the one that stands for it best.
+    """Return the order of removal, if each neuron is merged into its best replacement.
 
-    Greedy by what each costs alone, `||V_j||^2 (C_jj - C_ij^2 / C_ii)`, as it is when those
-    before have gone.
+    Greedy by the cost of each, `||V_j||^2 (C_jj - C_ij^2 / C_ii)`, after the removals before it.
     """
     costs = sum(c.importance()[:, None] * _residuals(c.moments) for c in consumers)
     assert isinstance(costs, Tensor)
@@ -109,11 +108,11 @@ def pair_order(consumers: Sequence[Consumer]) -> list[int]:
 
 
 def greedy_order(costs: Tensor) -> list[int]:
-    """In which order neurons go, the cheapest first, each to one of those that stay.
+    """Return the order of removal, the cheapest first, each into a kept one.
 
     Args:
-        costs: Of row j when it goes to column i, `(width, width or more)`, infinite where it must
-            not; columns behind those of the neurons are always there.
+        costs: Cost of merging row j into column i, `(width, width or more)`, infinite if forbidden;
+            columns after those of the neurons are always available.
     """
     width = len(costs)
     costs = costs.clone()
@@ -133,15 +132,15 @@ def greedy_order(costs: Tensor) -> list[int]:
 
 
 def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
-    """In which order neurons go, when each is the best sum of all that stay.
+    """Return the order of removal, if each is replaced by the best sum of all kept ones.
 
-    The reverse of the pivots of a Cholesky decomposition: those chosen first leave least to the
-    others. Once no more than `at_most` are left, they go by what is left of them.
+    The reverse of the pivots of a Cholesky decomposition: the first pivots leave the smallest
+    residuals. The last `at_most` are ordered by their residuals.
     """
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
     second = torch.stack([c.moments / c.moments.diagonal().sum() for c in consumers]).sum(0)
     root = importance.sqrt()
-    second = (root[:, None] * second * root).float().cpu()  # an order needs no more
+    second = (root[:, None] * second * root).float().cpu()  # fp32 is enough for an order
     left = second.diagonal().clone()
     width = len(second)
     factor = second.new_zeros(width, width - at_most)
@@ -168,15 +167,15 @@ def choose(
     budget: float,
     at_most: int,
 ) -> tuple[Tensor, list[Tensor], float]:
-    """The most neurons that may go with a joint error within the budget.
+    """Remove as many neurons as the budget allows, by the joint error.
 
-    They go in a greedy order; how many is found by bisection, with the joint error.
+    The order is greedy; bisection finds their number by the joint error.
 
     Args:
-        consumers: All that read the neurons.
-        rule: `"pairs"`: each is merged into one other; `"least-squares"`: into all that stay.
-        budget: Mean square error over the variance of outputs, of each consumer.
-        at_most: How many may go.
+        consumers: All consumers of the neurons.
+        rule: `"pairs"`: merge each into one other; `"least-squares"`: into all kept ones.
+        budget: Mean square error over the variance of outputs, per consumer.
+        at_most: The most neurons to remove.
 
     Returns:
         Indices kept, the folds by consumer, and the largest error of a consumer.
@@ -213,9 +212,9 @@ def choose(
 def largest_within(
     budget: float, most: int, attempt: Callable[[int], T], error_of: Callable[[T], float]
 ) -> T:
-    """By bisection, about the largest count whose error is within the budget.
+    """Find by bisection about the largest count whose error is within the budget.
 
-    It ends early where nine tenths of the budget are used.
+    It ends early when nine tenths of the budget are used.
     """
     low, high, found = 0, most, attempt(0)
     while low < high and not 0 < _ENOUGH * budget <= error_of(found):
@@ -229,14 +228,14 @@ def largest_within(
 
 
 def _residuals(second: Tensor) -> Tensor:
-    """What is left of each neuron when it is a multiple of another: `C_jj - C_ij^2 / C_ii`."""
+    """Return the residual of each neuron as a multiple of another: `C_jj - C_ij^2 / C_ii`."""
     own = second.diagonal()
     inverse = torch.where(own > own.max() * _TINY, 1 / own.clamp(min=1e-300), 0.0)
     return (own[:, None] - second.square() * inverse).clamp(min=0)
 
 
 class _Pairs:
-    """Each neuron is merged into the one of those kept that leaves least of it."""
+    """Merges each neuron into the kept one with the smallest residual."""
 
     def __init__(self, consumer: Consumer) -> None:
         self.second = consumer.moments.cpu()
@@ -244,7 +243,7 @@ class _Pairs:
         self.least = float(self.second.diagonal().max()) * _TINY
 
     def _partners(self, kept: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each removed one its partner, as a place among those kept, and the coefficient."""
+        """Return each removed neuron's partner, as an index among the kept, and the coefficient."""
         place = self.residuals[removed][:, kept].argmin(1)
         partner = kept[place]
         own = self.second.diagonal()[partner]
@@ -267,11 +266,11 @@ class _Pairs:
 
 
 class _LeastSquares:
-    """Each neuron is merged into all that are kept: one Cholesky decomposition tells all errors."""
+    """Merges each neuron into all kept ones: one Cholesky decomposition gives all errors."""
 
     def __init__(self, consumer: Consumer, order: Sequence[int]) -> None:
         second = consumer.moments.cpu()
-        self.places = torch.tensor(order[::-1])  # the last to go comes first
+        self.places = torch.tensor(order[::-1])  # the last to be removed comes first
         second = second[self.places][:, self.places]
         jitter = 1e-10 * float(second.diagonal().mean()) + 1e-300
         unit = torch.eye(len(second), dtype=second.dtype)
@@ -297,9 +296,9 @@ class _LeastSquares:
 
 
 def _correction(coefficients: int, samples: float) -> float:
-    """What a fit of so many coefficients to so few samples hides: Akaike's final prediction error.
+    """Return the correction of a fit's error on its own sample: Akaike's final prediction error.
 
-    On the very sample errors look smaller than on the next.
+    On its own sample the error is smaller than on another.
     """
     if coefficients >= samples:
         return torch.inf

@@ -1,4 +1,4 @@
-"""What is measured in training: second moments of what consumers read, seen by hooks."""
+"""Measurements in training: second moments of consumers' inputs, by hooks."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -13,32 +13,32 @@ from gossipgrad.apoptosis._neurons import Neurons, block_of, weight_of
 
 __all__ = ["Moments", "Watch"]
 
-_ROWS = 2048  # of one batch that are looked at
-_AT_ONCE = 2048  # rows that are multiplied together
-_POWER = 32  # of a norm that is the largest, but for a factor of ranks ** (1 / 32)
-_FULL = 2048  # neurons times taps up to which second moments between taps are kept
+_ROWS = 2048  # used of one batch
+_AT_ONCE = 2048  # rows per multiplication
+_POWER = 32  # of a norm that equals the maximum up to a factor of ranks ** (1 / 32)
+_FULL = 2048  # neurons times taps, up to which moments between taps are kept
 
 
 class Moments:
-    """Means and second moments of what one consumer reads, and the variance of what it makes.
+    """Means and second moments of one consumer's inputs, and the variance of its outputs.
 
     A tap is a position of a consumer's kernel, or of a flattened image: a neuron has one input at
-    each. Where there are too many, taps are taken together, and errors become bounds.
+    each. If there are too many, taps are combined, and errors become bounds.
 
     Args:
-        width: How many neurons there are.
-        taps: Inputs of the consumer for each.
-        inputs: Of the producer, where their range is looked at; 0: it is not.
-        device: Where sums are kept, in float64.
+        width: Number of neurons.
+        taps: Inputs of the consumer per neuron.
+        inputs: Number of the producer's inputs, if their range is measured; otherwise 0.
+        device: Device of the sums, in float64.
 
     Attributes:
-        count: Rows that were looked at on each rank.
-        ranks: How many ranks looked.
+        count: Rows used on each rank.
+        ranks: Number of ranks that measured.
         mean: Shape `(taps, width)`.
         scatter: Sums of products about the mean, `(taps, width, taps, width)`.
-        norm: The largest input of the producer, with 1 for its bias, in norm.
-        low: The least of each of the producer's inputs, and of 0.
-        high: The largest, alike.
+        norm: The largest norm of the producer's inputs, with 1 for its bias.
+        low: The minimum of each of the producer's inputs, and of 0.
+        high: The maximum, likewise.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Moments:
 
     @property
     def output_variance(self) -> float:
-        """Of the consumer's outputs about their means, added up over outputs."""
+        """Variance of the consumer's outputs, summed over outputs."""
         count, total = self._outputs.tolist()
         return total / count if count else 0.0
 
     def add(self, rows: Tensor) -> None:
-        """Takes in rows of shape `(rows, taps, width)`; `flush` before moments are read."""
+        """Add rows of shape `(rows, taps, width)`; call `flush` before reading moments."""
         if self.pools:
             rows = rows.reshape(-1, 1, self.width)
         rows = rows.detach().flatten(1)
@@ -73,7 +73,7 @@ class Moments:
             self.flush()
 
     def flush(self) -> None:
-        """Takes rows that wait into the moments: many at once cost much less than each batch."""
+        """Add waiting rows to the moments: many together cost much less than each batch."""
         if not self._rows:
             return
         rows, self._rows = torch.cat(self._rows), []
@@ -88,12 +88,12 @@ class Moments:
         self.count = total
 
     def add_outputs(self, rows: Tensor) -> None:
-        """Takes in outputs of the consumer, `(rows, outputs)`."""
+        """Add outputs of the consumer, `(rows, outputs)`."""
         total = rows.detach().float().var(0, unbiased=False).sum().double()
         self._outputs += torch.stack([torch.ones_like(total), total])
 
     def tensors(self) -> list[Tensor]:
-        """What ranks have to make their mean; `use` takes it over then."""
+        """Return the tensors to average over ranks before `use`."""
         mean = self.mean.flatten()
         about_zero = self.scatter.flatten(2).flatten(0, 1) + self.count * torch.outer(mean, mean)
         row, column = torch.triu_indices(*about_zero.shape, device=mean.device)
@@ -101,11 +101,11 @@ class Moments:
         ends = torch.cat([mean.new_tensor([self.norm]), -self.low, self.high])
         return [
             *(count, self.count * mean, about_zero[row, column], self._outputs.clone()),
-            ends.clamp(min=1e-6).pow(_POWER),  # their mean over ranks tells the largest
+            ends.clamp(min=1e-6).pow(_POWER),  # their mean over ranks approximates the maximum
         ]
 
     def use(self, tensors: Sequence[Tensor], ranks: int) -> None:
-        """Takes over means over so many ranks of what `tensors` returned."""
+        """Load the means over ranks of the result of `tensors`."""
         count, total, triangle, self._outputs, ends = tensors
         self.ranks = ranks
         ends = (ranks * ends).pow(1 / _POWER)
@@ -122,18 +122,18 @@ class Moments:
 
 
 class Watch:
-    """Hooks on the consumers of some neurons while it is open; they look at training batches.
+    """Hooks on the consumers of some neurons that measure training batches, until closed.
 
-    Compiled code does not see hooks that come or go. So all of it is dropped as a watch opens and
-    closes: it would be compiled anew for other shapes in any case, but only so many times.
+    Compiled code ignores added or removed hooks. So opening and closing a watch resets all compiled
+    code; it is recompiled for other shapes in any case, but a limited number of times.
 
     Args:
-        model: Theirs.
-        neurons: Which.
-        bounds: Whether the producers' inputs are looked at, too, for bounds of the worst case.
+        model: Their model.
+        neurons: The neurons to measure.
+        bounds: Whether to measure the producers' inputs, too, for worst-case bounds.
 
     Attributes:
-        moments: By neurons' name and consumer.
+        moments: Moments by neurons' name and consumer.
     """
 
     def __init__(self, model: nn.Module, neurons: Sequence[Neurons], *, bounds: bool) -> None:
@@ -177,7 +177,7 @@ class Watch:
         @torch.no_grad()
         def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if module is not consumer or not module.training or not inputs[0].numel():
-                return  # a copy of the model has copies of its hooks
+                return  # a copied model has copies of the hooks
             seen, moments = self._seen[key], self.moments[key]
             x = undropped.pop() if undropped else inputs[0]
             rows, made = _rows_of(module, x, output, moments, seed=seen)
@@ -213,7 +213,7 @@ class Watch:
 def _rows_of(
     consumer: nn.Module, x: Tensor, output: Tensor, moments: Moments, *, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Some of what a consumer reads, `(rows, taps, width)`, and of what it makes of it."""
+    """Return a sample of a consumer's inputs, `(rows, taps, width)`, and of its outputs."""
     width = moments.width
     if not isinstance(consumer, _ConvNd):
         made = output.reshape(-1, output.shape[-1])

@@ -1,4 +1,4 @@
-"""Neurons that may go together: who makes them, what they pass through, and who reads them."""
+"""Neurons that may be removed together: producers, layers between, and consumers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,18 +27,18 @@ class Neurons:
     """The neurons of a hidden layer, by the names of modules.
 
     Attributes:
-        producers: The linear or convolutional layer whose outputs they are; several where their
+        producers: The linear or convolutional layer whose outputs they are; several if their
             outputs are multiplied, as in gated perceptrons.
-        consumers: The layers that read them, and nothing else does. An operation between must keep
-            channels apart: activations, pooling, dropout, flattening.
-        companions: Layers with something for each neuron on the way: BatchNorm, PReLU, depthwise
+        consumers: The only layers that read them. An operation between must keep channels apart:
+            activations, pooling, dropout, flattening.
+        companions: Layers between with parameters per neuron: BatchNorm, PReLU, depthwise
             convolutions.
-        activation: The only one on the way, such as `"relu"`; None if it is none that is known, or
-            there are several. `bound="worst-case"` needs it.
-        norms: By the name of a consumer, the BatchNorm that alone reads its output, which takes a
-            constant in where the consumer has no bias.
-        dropout: A module of dropout right before the consumers: what it gets is looked at, and not
-            what it leaves. Noise of other dropout on the way makes neurons look less alike.
+        activation: The only activation between, such as `"relu"`; None if it is unknown, or there
+            are several. `bound="worst-case"` needs it.
+        norms: By the name of a consumer, the BatchNorm that is the only reader of its output, which
+            absorbs a constant if the consumer has no bias.
+        dropout: A dropout module directly before the consumers: its inputs are measured instead of
+            its outputs. Noise of other dropout between makes neurons look less similar.
 
     Example:
         >>> import gossipgrad as gg
@@ -63,20 +63,20 @@ class Neurons:
 
     @property
     def name(self) -> str:
-        """The first producer's."""
+        """The first producer's name."""
         return self.producers[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether one layer makes them, with nothing of their own behind it but an activation."""
+        """Whether they have one producer and no companions, only an activation."""
         return len(self.producers) == 1 and not self.companions
 
     def width(self, model: nn.Module) -> int:
-        """How many there are now."""
+        """Return their current number."""
         return width_of(model.get_submodule(self.name))
 
     def misfit(self, model: nn.Module) -> str | None:
-        """Why a model's neurons cannot be these; None if they can."""
+        """Return why they do not fit a model; None if they do."""
         modules = dict(model.named_modules())
         dropout = () if self.dropout is None else (self.dropout,)
         for path in (*self._paths(), *self.norms.values(), *dropout):
@@ -98,7 +98,9 @@ class Neurons:
                     return f"{path}.{name} is sharded"
         for path in (*self.producers, *self.consumers):
             if not is_layer(modules[path]):
-                return f"{path} is {_named(modules[path])}, no linear or plain convolutional layer"
+                return (
+                    f"{path} is {_named(modules[path])}, not a linear or plain convolutional layer"
+                )
         widths = {path: width_of(modules[path]) for path in self.producers}
         if len({*widths.values()}) > 1:
             return f"the producers make unlike numbers of neurons: {widths}"
@@ -116,7 +118,7 @@ class Neurons:
         return None
 
     def absorber(self, model: nn.Module, consumer: str) -> tuple[str, float] | None:
-        """What takes in a constant that the consumer's output gets, and with which sign."""
+        """Return the bias that absorbs a constant of the consumer's output, and its sign."""
         if bias_of(model.get_submodule(consumer)) is not None:
             return f"{consumer}.bias", 1.0
         norm = self.norms.get(consumer)
@@ -125,7 +127,7 @@ class Neurons:
         return None
 
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Those that change with them."""
+        """Yield the parameters that change with them."""
         for path in self._paths():
             yield from model.get_submodule(path).parameters(recurse=False)
 
@@ -150,30 +152,30 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def weight_of(layer: nn.Module) -> nn.Parameter:
-    """Its weights, `(outputs, inputs, ...)`."""
+    """Return its weights, `(outputs, inputs, ...)`."""
     assert isinstance(layer.weight, nn.Parameter)
     return layer.weight
 
 
 def width_of(layer: nn.Module) -> int:
-    """How many outputs a layer has."""
+    """Return a layer's number of outputs."""
     size = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     assert isinstance(size, int)
     return size
 
 
 def bias_of(layer: nn.Module) -> Tensor | None:
-    """Its bias, None if it has none."""
+    """Return its bias, None if it has none."""
     return getattr(layer, "bias", None)
 
 
 def block_of(consumer: nn.Module, width: int) -> int:
-    """How many inputs of a consumer come from one neuron, one after another."""
+    """Return the number of consecutive inputs of a consumer per neuron."""
     return weight_of(consumer).shape[1] // width
 
 
 def taps_of(consumer: nn.Module, width: int) -> Tensor:
-    """A consumer's weights by output, tap and neuron, where a tap is a position it looks at."""
+    """Return a consumer's weights by output, tap (a position of its kernel) and neuron."""
     weight = weight_of(consumer).detach()
     return weight.reshape(weight.shape[0], width, -1).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""A plan: which neurons are merged into which; a value that prints, can be saved, and applied."""
+"""A plan of merges, which can be printed, saved and applied."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,17 +18,17 @@ __all__ = ["Merging", "ShrinkPlan", "removed_of", "surgery_of"]
 
 @dataclass(frozen=True, eq=False)
 class Merging:
-    """What happens to the neurons of one layer: `h_removed = folds^T h_kept + shifts`, about.
+    """The merges of one layer's neurons: `h_removed = folds^T h_kept + shifts`, approximately.
 
     Attributes:
-        neurons: Which.
-        width: How many there are.
-        kept: Indices of those that stay, rising, shape `(k,)`.
-        folds: By consumer, what the weights of those kept get of those removed, `(k, removed)`.
-        shifts: By consumer that can take a constant in, the constants, `(taps or 1, removed)`.
-        state_fold: What gradients and optimizer state of those kept get, `(k, removed)`.
-        error: The joint mean square error of a consumer's outputs over their variance; of several
-            consumers the largest. Of a sample, or a bound for the worst case.
+        neurons: The neurons.
+        width: Their number.
+        kept: Indices of kept neurons, ascending, shape `(k,)`.
+        folds: By consumer, the shares of removed weights to add to kept ones, `(k, removed)`.
+        shifts: By consumer that can absorb a constant, the constants, `(taps or 1, removed)`.
+        state_fold: The same for gradients and optimizer state, `(k, removed)`.
+        error: The joint mean square error of a consumer's outputs over their variance; for several
+            consumers the largest. On a sample, or a worst-case bound.
     """
 
     neurons: Neurons
@@ -41,7 +41,7 @@ class Merging:
 
 
 def removed_of(width: int, kept: Tensor) -> Tensor:
-    """The indices that are not kept."""
+    """Return the indices that are not kept."""
     is_removed = torch.ones(width, dtype=torch.bool)
     is_removed[kept.cpu()] = False
     return is_removed.nonzero().flatten()
@@ -52,8 +52,8 @@ class ShrinkPlan:
     """Merges of several layers; made by `ShrinkSession.plan()`, applied now, later or elsewhere.
 
     Attributes:
-        mergings: One for each layer that loses neurons.
-        bound: `"sample"` or `"worst-case"`: what the errors are of.
+        mergings: One per layer that loses neurons.
+        bound: `"sample"` or `"worst-case"`: the kind of the errors.
     """
 
     mergings: tuple[Merging, ...]
@@ -64,7 +64,7 @@ class ShrinkPlan:
 
     def __str__(self) -> str:
         if not self.mergings:
-            return "no neuron can go"
+            return "no neuron can be removed"
         rows = [("layer", "neurons", "stay", f"error ({self.bound})")]
         for each in self.mergings:
             error = f"{100 * each.error:.3g} %"
@@ -73,7 +73,7 @@ class ShrinkPlan:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def surgery(self, model: nn.Module) -> Surgery:
-        """The change of shapes for a model; linear in its weights.
+        """Return the surgery for a model; linear in its weights.
 
         Raises:
             ValueError: The plan is for other neurons, or another number of them.
@@ -87,9 +87,9 @@ class ShrinkPlan:
         return surgery_of(model, self.mergings)
 
     def apply(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Changes a model in place, outside of a session; local.
+        """Change a model in place, outside of a session; local.
 
-        For copies of a model, such as an exponential mean of its weights. Plans are applied in the
+        For copies of a model, such as an exponential average of its weights. Apply plans in the
         order in which they were made.
 
         Raises:
@@ -98,7 +98,7 @@ class ShrinkPlan:
         operate(model, optimizers, self.surgery(model))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as tensors and plain values."""
+        """Return the plan as tensors and plain values."""
         return {
             "bound": self.bound,
             "mergings": [
@@ -115,7 +115,7 @@ class ShrinkPlan:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "ShrinkPlan":
-        """The plan that `state_dict` was called on."""
+        """Create a plan from its `state_dict`."""
         mergings = [
             Merging(**(dict[str, Any](each) | {"neurons": Neurons(**each["neurons"])}))
             for each in state["mergings"]
@@ -124,7 +124,7 @@ class ShrinkPlan:
 
 
 def surgery_of(model: nn.Module, mergings: Sequence[Merging]) -> Surgery:
-    """What the engine has to do to the tensors of a model."""
+    """Return the surgery of a model's tensors for the engine."""
     resizes: dict[str, list[Resize]] = {}
     attributes: dict[str, dict[str, int]] = {}
     shifts: dict[str, list[Shift]] = {}
@@ -161,7 +161,7 @@ def surgery_of(model: nn.Module, mergings: Sequence[Merging]) -> Surgery:
 
 
 def _sizes(module: nn.Module, width: int, *, passes: bool) -> dict[str, int]:
-    """The attributes of a producer, or a companion that passes neurons on, at another width."""
+    """Return size attributes of a producer or a companion at another width."""
     if isinstance(module, nn.Linear):
         return {"out_features": width}
     if isinstance(module, _ConvNd):

@@ -1,4 +1,4 @@
-"""Makes a model of full width fit the weights of one that has shrunk."""
+"""Narrowing of a full model to load the weights of one that has shrunk."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,21 +13,20 @@ __all__ = ["rebuild"]
 
 @torch.no_grad()
 def rebuild(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
-    """Gives a model the widths of a state and loads it; the parameters stay the same objects.
+    """Narrow a model to the widths of a state and load it; parameters stay the same objects.
 
-    Call it before an optimizer has state, and before `gossip()` or `shrink()`: so a run goes on
+    Call it before an optimizer has state, and before `gossip()` or `shrink()`, to continue a run
     from a checkpoint of a narrower model.
 
     Args:
         model: As it was built for the run, at least as wide as the state.
-        state: `model.state_dict()` of the narrower model, or what a session's `state_dict()`
-            returned.
+        state: `model.state_dict()` of the narrower model, or a session's `state_dict()`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The state is of another architecture; nothing is changed then.
+        ValueError: The state has another architecture; nothing is changed then.
 
     Example:
         >>> import torch, gossipgrad as gg

@@ -1,7 +1,7 @@
-"""Apoptosis in loops, on samples: what `_merges` computes from moments; slow, to be read.
+"""Apoptosis in loops over samples: the results that `_merges` computes from moments.
 
-A hidden layer makes `h = s(W x + b)`, its consumer `y = V h + c`. A neuron j is removed, and its
-part in y, `V_j h_j`, is made up for by others.
+A hidden layer makes `h = s(W x + b)`, its consumer `y = V h + c`. A neuron j is removed, and others
+replace its part in y, `V_j h_j`.
 
 Of the paper (Siegel, Daily, Vishnu, arXiv:1610.00790) the abstract and the beginning of the
 introduction could be read, and no code was published. Of the paper are:
@@ -37,10 +37,10 @@ __all__ = ["change_of_outputs", "merge_in_pairs", "pair"]
 
 
 def pair(h: Tensor, j: int, others: list[int]) -> tuple[float, int, float, float]:
-    """The one of the others that stands for neuron j best: `h_j = a h_i + b` (O3).
+    """Return the best replacement of neuron j by another: `h_j = a h_i + b` (O3).
 
     Returns:
-        The mean square of what is left, i, a and b.
+        The mean square of the residual, i, a and b.
     """
     best = (math.inf, -1, 0.0, 0.0)
     mean_j = float(h[:, j].mean())
@@ -57,7 +57,7 @@ def pair(h: Tensor, j: int, others: list[int]) -> tuple[float, int, float, float
 
 
 def change_of_outputs(h: Tensor, v: Tensor, merges: dict[int, tuple[int, float, float]]) -> float:
-    """`E ||dy||^2` of all merges together, by running the samples (O4)."""
+    """Return `E ||dy||^2` of all merges together, by running the samples (O4)."""
     changed = h.clone()
     for j, (i, a, b) in merges.items():
         changed[:, j] = a * h[:, i] + b
@@ -67,13 +67,13 @@ def change_of_outputs(h: Tensor, v: Tensor, merges: dict[int, tuple[int, float, 
 def merge_in_pairs(
     h: Tensor, v: Tensor, budget: float, at_most: int
 ) -> tuple[dict[int, tuple[int, float, float]], float]:
-    """About as many merges as the budget allows, greedily, and their joint error.
+    """Return about as many merges as the budget allows, greedily, and their joint error.
 
     Args:
         h: Samples of the neurons, `(samples, width)`.
         v: The consumer's weights, `(outputs, width)`.
-        budget: Mean square error over the variance of y, at most.
-        at_most: How many neurons may go.
+        budget: Upper limit of the mean square error over the variance of y.
+        at_most: The most neurons to remove.
 
     Returns:
         By neuron removed: the one it is merged into, a and b; and the error over the variance.
@@ -82,7 +82,7 @@ def merge_in_pairs(
     variance = float((y - y.mean(0)).square().sum(1).mean())
     alive = list(range(h.shape[1]))
     order: list[int] = []
-    while len(alive) > 1:  # the cheapest alone, as it is when those before have gone
+    while len(alive) > 1:  # the cheapest one, after the removals before
         costs = {
             j: float(v[:, j].square().sum()) * pair(h, j, [i for i in alive if i != j])[0]
             for j in alive

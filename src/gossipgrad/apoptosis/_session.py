@@ -1,4 +1,4 @@
-"""A shrink session: looks at training, plans, tries, and applies merges of neurons."""
+"""A shrink session: measures training batches, plans, tests and applies merges."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ _FASTER, _SLOWER, _FASTEST = 1.25, 0.5, 2.0
 
 
 def cosine(share: float) -> float:
-    """Spends a budget early: what has been spent after a share of the time, from 0 to 1."""
+    """Return the share of the budget to spend after a share of the time, most of it early."""
     return math.sin(math.pi / 2 * share)
 
 
@@ -78,17 +78,17 @@ class ShrinkSettings:
 
 @dataclass(frozen=True)
 class ShrinkEvent:
-    """One time at which neurons were to go.
+    """One event at which neurons were planned to be removed.
 
     Attributes:
-        position: Steps of the run.
-        widths: By layer, before and after; those alone that changed.
+        position: The run's steps.
+        widths: By layer, before and after; only layers that changed.
         errors: By layer, the joint error over the variance of its consumers' outputs.
-        loss_before: Of `evaluate` before the merges, the mean over ranks; None without it.
-        loss_after: Alike, after them.
-        applied: Whether it was applied; else loss had risen by more than the tolerance, or the
+        loss_before: Result of `evaluate` before the merges, the mean over ranks; None without it.
+        loss_after: The same after them.
+        applied: Whether it was applied; otherwise the loss rose by more than the tolerance, or the
             ranks did not agree.
-        seconds: It took, meetings of ranks included.
+        seconds: Duration, including waits for other ranks.
     """
 
     position: int
@@ -102,16 +102,16 @@ class ShrinkEvent:
 
 @dataclass(frozen=True)
 class ShrinkStats:
-    """What a session has done so far.
+    """The counters of a session.
 
     Attributes:
-        events: Those that were applied.
-        undone: Those that were tried and not applied.
-        parameters: Of the model, now.
-        parameters_before: When the session began.
-        removed: Neurons that went.
-        seconds: All events together.
-        recompilations: How often shapes changed, so that `torch.compile` compiles anew.
+        events: Number of applied events.
+        undone: Number of tested events that were not applied.
+        parameters: The model's current number of parameters.
+        parameters_before: The number when the session started.
+        removed: Number of removed neurons.
+        seconds: Duration of all events.
+        recompilations: How often shapes changed, so that `torch.compile` recompiles.
     """
 
     events: int
@@ -125,23 +125,23 @@ class ShrinkStats:
 
 @dataclass
 class _Course:
-    """What events left behind; equal on all ranks."""
+    """The state left by events; equal on all ranks."""
 
     rate: float = 1.0
     spent: dict[str, float] = field(default_factory=dict)
 
 
 class ShrinkSession:
-    """What `shrink()` returns. Close it, or use it in a `with` statement.
+    """The session that `shrink()` returns. Close it, or use it in a `with` statement.
 
     Attributes:
-        replicas: The session that applies surgeries on all ranks: that of `gossip()` or
-            `sparsify()` if one was given, else one of its own.
-        neurons: Those that may go.
-        refused: By layer, why its outputs stay.
+        replicas: The session that applies surgeries on all ranks: the one of `gossip()` or
+            `sparsify()` if passed, otherwise its own.
+        neurons: The neurons that may be removed.
+        refused: By layer, why it does not shrink.
         settings: See `shrink()`.
         history: Events so far.
-        model: What to call in training: the model, or what `wrap` made of it last.
+        model: The module to call in training: the model, or the last result of `wrap`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ShrinkSession:
     # -- what a user asks -------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Every linear and convolutional layer, and what may happen to it; local."""
+        """Describe every linear and convolutional layer and whether it may shrink; local."""
         rows = [("layer", "neurons", "")]
         by_producer = {path: each for each in self.neurons for path in each.producers}
         for name, module in self._inner.named_modules():
@@ -195,11 +195,11 @@ class ShrinkSession:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def widths(self) -> dict[str, int]:
-        """Neurons of each layer that may shrink, now; local."""
+        """Return the current width of each layer that may shrink; local."""
         return {each.name: each.width(self._inner) for each in self.neurons}
 
     def stats(self) -> ShrinkStats:
-        """What was done so far; local."""
+        """Return the counters; local."""
         applied = [event for event in self.history if event.applied]
         now = self.widths()
         return ShrinkStats(
@@ -214,20 +214,20 @@ class ShrinkSession:
 
     @property
     def spent(self) -> dict[str, float]:
-        """What events took of the budget, by layer; the sum of their errors."""
+        """Budget that events have used, by layer: the sum of their errors."""
         return dict(self._course.spent)
 
     def plan(self, budget: float | None = None) -> ShrinkPlan:
-        """Which neurons can go by what was seen since the last event; applies nothing.
+        """Plan merges from the measurements since the last event; applies nothing.
 
         A collective where there are several ranks: all make the same plan, of mean moments and
         mean weights. It needs training batches since `look()`, or those before an event.
 
         Args:
-            budget: Share of the variance of each consumer's outputs; None: what is due now.
+            budget: Share of the variance of each consumer's outputs; None: the amount due now.
 
         Raises:
-            ValueError: The budget is no share in [0, 1).
+            ValueError: The budget is not in [0, 1).
             GossipError: As `consensus()` of the session of replicas; or no batch was seen.
         """
         if budget is not None:
@@ -250,15 +250,15 @@ class ShrinkSession:
         due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)
         if self.replicas.world_size == 1:
             return self._plan(due)
-        with self.replicas.consensus():  # of one model, as of one sample
+        with self.replicas.consensus():  # one model on all ranks, as well as one sample
             return self._plan(due)
 
     def apply(self, plan: ShrinkPlan) -> None:
-        """Applies a plan on all ranks; a collective.
+        """Apply a plan on all ranks; a collective.
 
         Raises:
             ValueError: It does not fit the model; nothing is changed then.
-            AgreementError: The ranks pass unlike plans; nothing is changed then.
+            AgreementError: The ranks pass different plans; nothing is changed then.
             GossipError: As `apply_()` of the session of replicas.
         """
         self._forget()
@@ -272,27 +272,27 @@ class ShrinkSession:
             self.model = self._wrap(self._inner)
 
     def certify(self, plan: ShrinkPlan, *inputs: Any) -> Certificate:
-        """How many samples of a batch could change their class by a plan; local, applies nothing.
+        """Bound how many samples of a batch change their class by a plan; local, applies nothing.
 
         Args:
-            plan: For the model as it is now.
-            inputs: What the model is called with; it returns logits, `(..., classes)`.
+            plan: A plan for the current model.
+            inputs: Arguments of the model, which returns logits, `(..., classes)`.
         """
         found = certify(self._inner, plan, lambda: self._inner(*inputs))
         self.replicas.replica.note()
         return found
 
     def look(self) -> None:
-        """From now on training batches are looked at, for `plan()`; local.
+        """Measure training batches from now on, for `plan()`; local.
 
-        Events do so by themselves, `batches` steps ahead.
+        Events do so automatically, `batches` steps ahead.
         """
         if self._watch is None and self.neurons:
             bounds = self.settings.bound == "worst-case"
             self._watch = Watch(self._inner, self.neurons, bounds=bounds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the session is, as plain values, to be saved beside the weights; local."""
+        """Return the session's state as plain values, to save with the weights; local."""
         return {
             **asdict(self._course),
             "steps": self.replicas.position - self._start,
@@ -300,9 +300,9 @@ class ShrinkSession:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, in a model that `rebuild` made as narrow; local.
+        """Continue from a state, in a model narrowed by `rebuild`; local.
 
-        A session that was given loads its own state before.
+        A session passed to `shrink()` loads its own state before.
         """
         self._forget()
         self._start = self.replicas.position - state["steps"]
@@ -311,7 +311,7 @@ class ShrinkSession:
         self.history = [ShrinkEvent(**event) for event in state["history"]]
 
     def close(self) -> None:
-        """Removes all hooks; the model keeps its widths. A session that was given stays open."""
+        """Remove all hooks; the model keeps its widths. A session that was passed stays open."""
         self._forget()
         if self._handle is not None:
             self._handle.remove()
@@ -345,14 +345,14 @@ class ShrinkSession:
             self.look()
 
     def _event(self) -> None:
-        """Plans, tries and applies; ranks that could not plan make the others leave it, too."""
+        """Plan, test and apply; if a rank cannot plan, no rank applies."""
         start, position = time.perf_counter(), self.replicas.position
         before = self.widths()
         plan, losses = ShrinkPlan(()), None
         is_kept = True
         self.look()
         try:
-            # A joiner takes up what the others have spent.
+            # A joiner continues with the others' used budget.
             self._course = _Course(**self.replicas.agree(asdict(self._course))[0])
             plan = self.plan()
             losses = self._try(plan)
@@ -389,7 +389,7 @@ class ShrinkSession:
         )
 
     def _try(self, plan: ShrinkPlan) -> tuple[float, float] | None:
-        """Loss on held-out samples before and after; a collective if there is a way to measure."""
+        """Return the loss on held-out samples before and after; a collective with `evaluate`."""
         if self._evaluate is None:
             return None
         with evaluating(self._inner):
@@ -422,13 +422,13 @@ class ShrinkSession:
                 self._has_warned = True
                 warnings.warn(
                     f"{samples} samples were seen of the {each.width} neurons of {name}, too few "
-                    "to tell which are sums of others: give more batches= (and every= as many), "
+                    "to find sums of others: give more batches= (and every= as many), "
                     'or merge="pairs"',
                     stacklevel=2,
                 )
 
     def _due(self) -> dict[str, float]:
-        """By layer, what may be spent now: what the schedule says, and was not spent before."""
+        """Return the unspent budget of the schedule by layer."""
         course, settings = self._course, self.settings
         so_far = settings.budget * settings.schedule(min(1.0, self._done / settings.events))
         left = {name: settings.budget - course.spent.get(name, 0.0) for name in self.widths()}

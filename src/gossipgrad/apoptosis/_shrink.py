@@ -1,4 +1,4 @@
-"""The door: what a user chose becomes a shrink session."""
+"""The function `shrink`: creates a shrink session from its arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,52 +50,52 @@ def shrink(
     wrap: Callable[[nn.Module], nn.Module] | None = None,
     copies: Sequence[nn.Module] = (),
 ) -> ShrinkSession:
-    """Lets `model` shrink while it trains: redundant neurons are merged into others.
+    """Shrink `model` during training: merge redundant neurons into others.
 
-    Every so many steps hidden neurons that others can stand for are removed, and the weights of
-    the layers that read them make up for it. Parameters stay the same objects and become smaller,
-    with the optimizer's state, so steps get faster and messages smaller. Hooks do it all; the
-    training loop stays the user's. A collective where several ranks train: all make the same
-    plan, of means over ranks, at the same steps.
+    Every `every` steps, hidden neurons that others can replace are removed, and the weights of the
+    layers that read them are adjusted. Parameters stay the same objects and become smaller, with
+    the optimizer's state, so steps get faster and messages smaller. It works by hooks; the training
+    loop stays the user's. A collective with several ranks: all make the same plan, from means over
+    ranks, at the same steps.
 
     Args:
         model: Not wrapped by DistributedDataParallel: pass its `.module`, and `wrap`.
         optimizer: The optimizer, or several.
-        example_input: What the model is called with, to find out which layers may shrink: a
-            tensor of a few samples, a tuple of arguments, or a mapping. Not needed with `groups`.
-        groups: Which neurons may go, where that cannot be found out.
+        example_input: Input of the model, to find the layers that may shrink: a tensor of a few
+            samples, a tuple of arguments, or a mapping. Not needed with `groups`.
+        groups: The neurons that may be removed, if they cannot be found automatically.
         budget: Share of the variance of a layer's pre-activations that all merges in the layer
-            before it may take, all events added up. With 0 no neuron goes.
+            before it may change, summed over events. 0 removes no neuron.
         every: Steps between two events.
-        events: How many there are; then widths stay.
+        events: Number of events; afterwards widths stay.
         schedule: Share of the budget that may be spent after a share of the events, from
-            `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it
-            goes early.
-        batches: Training batches that are looked at before each event.
-        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one, with its
-            gradients and optimizer state). Worst-case bounds are of pairs, whatever this is.
-        bound: What errors are of: `"sample"` (those batches) or `"worst-case"` (each input as
-            large as theirs; by weights alone, and far more careful).
+            `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it is
+            spent early.
+        batches: Training batches that are measured before each event.
+        merge: `"least-squares"` (each neuron into all kept ones) or `"pairs"` (into one, with its
+            gradients and optimizer state). Worst-case bounds always use pairs.
+        bound: The kind of error: `"sample"` (on those batches) or `"worst-case"` (for any input up
+            to their norm; uses only weights, and is far more cautious).
         evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
-            tried. If it rises by more than `tolerance`, nothing is removed this time, and less is
-            spent from then on; if it hardly does, more.
-        tolerance: Share of that loss.
-        min_width: No layer gets narrower.
+            tested. If it rises by more than `tolerance`, nothing is removed in this event, and less
+            is spent afterwards; if it hardly rises, more.
+        tolerance: Allowed rise, as a share of that loss.
+        min_width: The smallest width of a layer.
         at_most: Share of a layer's neurons that one event may remove.
-        start: `session.position` that events are counted from, equal on all ranks; None: where it
-            is now. One that joins a run gives that of the others.
-        session: Of `gossip()` or `sparsify()` with this model and optimizer, whose ranks shrink
-            together; what it sends shrinks with the model.
-        process_group: Whose ranks shrink together without a session; by default all.
-        wrap: Makes what `session.model` is, anew after each event:
-            `wrap=DistributedDataParallel`.
-        copies: Models of the same architecture that follow, such as a mean of weights over time.
+        start: `session.position` that events are counted from, equal on all ranks; None: the
+            current one. A joiner passes that of the others.
+        session: A session of `gossip()` or `sparsify()` with this model and optimizer, whose ranks
+            shrink together; its messages shrink with the model.
+        process_group: The ranks that shrink together without a session; by default all.
+        wrap: Creates `session.model` again after each event: `wrap=DistributedDataParallel`.
+        copies: Models of the same architecture to shrink too, such as an average of weights over
+            time.
 
     Returns:
-        The session; `describe()` says what may shrink, and why other layers stay.
+        The session; `describe()` lists layers that may shrink, and why others do not.
 
     Raises:
-        ValueError: For settings that cannot be, or a group that the model does not have.
+        ValueError: For invalid settings, or a group that the model does not have.
         AgreementError: The ranks differ in names, shapes or settings.
 
     Example:
@@ -116,7 +116,7 @@ def shrink(
 
     References:
         Siegel, Daily, Vishnu, Adaptive neuron apoptosis for accelerating deep learning on large
-        scale systems, arXiv:1610.00790; what of it is known, and what is ours, is numbered in
+        scale systems, arXiv:1610.00790; what is taken from it and what is ours is numbered in
         `gossipgrad.apoptosis._reference`.
     """
     optimizers = resolve_optimizers(optimizer)
@@ -166,7 +166,7 @@ def shrink(
             group.close()
             raise
     else:
-        replicas.replica.note()  # looking for neurons wrote weights, and wrote them back
+        replicas.replica.note()  # the search wrote weights and restored them
     return ShrinkSession(
         replicas,
         found,
@@ -179,7 +179,7 @@ def shrink(
 
 
 class _Replicas(Session):
-    """Equal replicas that something else keeps equal, or one alone: no tensors travel."""
+    """Replicas that are kept equal by other means, or a single one; it sends no tensors."""
 
     door = "shrink"
     counts_skipped_steps = False
@@ -223,7 +223,7 @@ def _bounded(model: nn.Module, found: Found) -> Found:
 
 
 def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
-    """Leaves out what optimizers train that are not of this session: their state would not fit."""
+    """Refuse layers that other optimizers train: their state would not fit."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     strange = [
         each.name

@@ -1,4 +1,4 @@
-"""Merges tried in full width: what the model computes then, and back again."""
+"""Tests of merges at full width, which are undone afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ __all__ = ["Certificate", "certify", "evaluating", "merged", "samples_at_risk"]
 
 @contextmanager
 def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
-    """Inside, the model computes what it will once the plan is applied; shapes stay.
+    """Make the model compute inside as after applying the plan; shapes stay.
 
-    Removed neurons are computed and read by nobody. Weights are as before outside.
+    Removed neurons are computed but not read. Weights are restored on exit.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     surgery = plan.surgery(model)
@@ -47,7 +47,7 @@ def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, without gradients."""
+    """Run the model in evaluation mode without gradients inside."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -60,14 +60,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a plan can do to the classes of a batch.
+    """The effect of a plan on the classes of a batch.
 
     Attributes:
-        shift: By how much a logit of the batch changes, at most.
-        samples: How many there are.
-        at_risk: Share whose class a change by that much could alter: an upper bound of the loss in
+        shift: The largest change of a logit of the batch.
+        samples: Number of samples.
+        at_risk: Share whose class such a change could alter: an upper bound of the loss of
             accuracy, on this batch or one on which logits change as little.
-        changed: Share whose class does change.
+        changed: Share whose class changes.
     """
 
     shift: float
@@ -77,20 +77,20 @@ class Certificate:
 
 
 def samples_at_risk(logits: Tensor, shift: float) -> Tensor:
-    """Whether the class of each sample could change if each logit moves by at most `shift`.
+    """Whether the class of each sample could change if each logit changes by at most `shift`.
 
     A class is safe iff it leads by more than twice that.
 
     Args:
         logits: Shape `(..., classes)`.
-        shift: In the largest norm.
+        shift: In the maximum norm.
     """
     first, second = logits.topk(2, dim=-1).values.unbind(-1)
     return first - second <= 2 * shift
 
 
 def certify(model: nn.Module, plan: ShrinkPlan, logits_of: Callable[[], Tensor]) -> Certificate:
-    """Computes logits before and after, and how many samples could change their class."""
+    """Compute logits before and after, and how many samples could change their class."""
     with evaluating(model):
         before = logits_of().detach().float().clone()
         with merged(model, plan):

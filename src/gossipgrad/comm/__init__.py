@@ -23,7 +23,6 @@ from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
 from gossipgrad.comm._interface import joining_address as joining_address
 from gossipgrad.comm._ledger import Exchange as Exchange
 from gossipgrad.comm._ledger import Outcome as Outcome
-from gossipgrad.comm._liveness import Liveness as Liveness
 from gossipgrad.comm._mailbox import Mail as Mail
 from gossipgrad.comm._mailbox import Mailbox as Mailbox
 from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
@@ -32,6 +31,7 @@ from gossipgrad.comm._mean import widened as widened
 from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
 from gossipgrad.comm._membership import LEFT as LEFT
 from gossipgrad.comm._membership import Joining as Joining
+from gossipgrad.comm._membership import Liveness as Liveness
 from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record

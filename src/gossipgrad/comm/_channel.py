@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._ledger import LOST, Exchange, Ledger, Outcome, place
-from gossipgrad.comm._liveness import Liveness
+from gossipgrad.comm._membership import Liveness
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind, Part, WireError

@@ -385,7 +385,7 @@ class Group:
                     why = f"({self._broken})"
                     self._broken = f"a rank has died, left or broken it off{who} {why}"
                 self._gloo = None
-                raise GossipError(f"the collective failed: {self._broken}") from error
+                raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:
                 self._broken = "this rank was interrupted in the middle of one"
                 self._break()

@@ -55,7 +55,7 @@ class Hub:
 
 
 class InProcessTransport:
-    """One rank's end of a `Hub`. Payloads are copied when sent, so tickets are done at once."""
+    """One rank's end of a `Hub`. Payloads are copied when sent, so tickets are done immediately."""
 
     reopens = True
 

@@ -53,7 +53,7 @@ def check_bound(asked: str, address: str, *, one_host: bool) -> None:
         ValueError: The address is one of these.
     """
     if _parsed(address).is_unspecified:
-        raise ValueError(f"bind={asked!r} means every interface, not an address: {_WAY_OUT}")
+        raise ValueError(f"bind={asked!r} is every interface, not an address: {_WAY_OUT}")
     if _is_loopback(address) and not one_host:
         raise ValueError(
             f"bind={asked!r} is a loopback address, {address}, and ranks are on several hosts, "

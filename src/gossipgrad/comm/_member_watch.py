@@ -12,8 +12,7 @@ from typing import Any
 from gossipgrad._messages import first_line
 from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
-from gossipgrad.comm._liveness import Liveness
-from gossipgrad.comm._membership import LEFT, Membership, Record
+from gossipgrad.comm._membership import LEFT, Liveness, Membership, Record
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]

@@ -2,13 +2,13 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gossipgrad.errors import GossipError
 
-__all__ = ["LEFT", "Joining", "Loss", "Membership", "Record"]
+__all__ = ["LEFT", "Joining", "Liveness", "Loss", "Membership", "Record"]
 
 LEFT = "left"
 """The reason of a rank that closed its session without an exception."""
@@ -141,7 +141,7 @@ class Membership:
             since = f"it is no member since generation {loss.generation}"
             how = f"by rank {loss.by} ({loss.why}): {since}"
         return (
-            f"rank {rank} was declared dead {how}, and the others train on without it. Its "
+            f"rank {rank} was taken for dead {how}, and the others train on without it. Its "
             "weights are intact: save them, or start a new process from them"
         )
 
@@ -167,6 +167,27 @@ class Membership:
                 for rank, joining in read["joined"].items()
             },
         )
+
+
+class Liveness:
+    """Receives a channel's reports about ranks, and answers its questions; methods do not block.
+
+    This base class assumes that all ranks live.
+    """
+
+    def hear_generation(self, generation: int) -> None:
+        """Report a message of a later generation than this rank's."""
+
+    def hear_end(self, peer: int, *, left: bool) -> None:
+        """Report the end of a link; `left`: the peer announced that it leaves."""
+
+    def is_member(self) -> bool:
+        """Whether this rank may send; called before each part."""
+        return True
+
+    def expelled(self) -> Collection[int]:
+        """Return ranks that others have declared dead, to be removed here, too."""
+        return ()
 
 
 class Record:

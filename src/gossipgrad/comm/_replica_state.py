@@ -239,7 +239,7 @@ def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str,
     has_own = type(optimizer).state_dict is not Optimizer.state_dict
     if has_own and not hasattr(optimizer, "filled_state"):
         warnings.warn(
-            f"{type(optimizer).__name__} has a state_dict() of its own: what it adds there to "
+            f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
             "its state and groups is not in this state. Save and load it separately",
             stacklevel=3,
         )

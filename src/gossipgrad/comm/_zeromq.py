@@ -50,7 +50,7 @@ class _Sockets:
     process: int = field(default_factory=os.getpid)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Sends what is queued for at most `linger_seconds`, then ends the context."""
+        """Send queued messages for at most `linger_seconds`, then end the context."""
         if os.getpid() != self.process:
             return  # a forked child: the sockets belong to its parent
         for link in self.links.values():

@@ -1,4 +1,4 @@
-"""What is sent of a tensor, and as which bytes: exact selection, and messages of fixed size."""
+"""Exact selection of a tensor's elements, and messages of fixed size."""
 
 from ._checks import check_density as check_density
 from ._shared_mask import SharedMask as SharedMask

@@ -1,4 +1,4 @@
-"""Checks of the numbers that users give: counts and densities."""
+"""Checks of counts and densities."""
 
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -7,7 +7,7 @@ __all__ = ["check_count", "check_density", "is_whole"]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, not a float that happens to be round, such as 1.0."""
+    """Whether it is an integer, not a float with an integer value such as 1.0."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Ascending indices as bytes, in three ways; each has a size that its numbers alone fix."""
+"""Three encodings of ascending indices as bytes, with sizes that depend only on the counts."""
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ _BITMAP_PIECE = 1 << 14
 
 
 def encoded_bytes(encoding: str, numel: int, count: int) -> int:
-    """What `count` indices of `numel` elements take.
+    """Return the size of `count` indices of `numel` elements in bytes.
 
-    `"int32"` is 4 bytes an index, `"uint16"` 2 bytes an index within its block of 65,536 elements
-    and 4 bytes a block for how many there are, `"bitmap"` a bit an element.
+    `"int32"` takes 4 bytes per index, `"uint16"` 2 bytes per index within its block of 65,536
+    elements and 4 bytes per block for their number, `"bitmap"` a bit per element.
     """
     if encoding == "int32":
         return 4 * count
@@ -35,7 +35,7 @@ def encoded_bytes(encoding: str, numel: int, count: int) -> int:
 
 
 def smallest(numel: int, count: int) -> str:
-    """The encoding that takes the fewest bytes: a bitmap above a density of about 1/16."""
+    """Return the smallest encoding: a bitmap above a density of about 1/16."""
     usable = INDEX_ENCODINGS if numel <= LARGEST_INT32 + 1 else INDEX_ENCODINGS[1:]
     return min(usable, key=lambda encoding: encoded_bytes(encoding, numel, count))
 
@@ -43,7 +43,7 @@ def smallest(numel: int, count: int) -> str:
 def encode(
     encoding: str, indices: Int[Tensor, " count"], numel: int, out: UInt8[Tensor, " size"]
 ) -> None:
-    """Writes ascending indices, which are not looked at."""
+    """Write ascending indices, without checks."""
     if encoding == "int32":
         out.view(torch.int32).copy_(indices)
     elif encoding == "uint16":
@@ -59,7 +59,7 @@ def encode(
 def decode(
     encoding: str, data: UInt8[Tensor, " size"], numel: int, count: int
 ) -> Int[Tensor, " count"]:
-    """Reads what another rank has written, and trusts nothing in it.
+    """Read and check the indices of another rank.
 
     Raises:
         ValueError: It does not hold `count` different indices below `numel` in ascending order.
@@ -90,7 +90,7 @@ def decode(
 
 
 def check_ascending(indices: Int[Tensor, " count"], numel: int, who: str) -> None:
-    """That indices ascend, are all different, and are below `numel`.
+    """Check that indices ascend, are all different, and are below `numel`.
 
     Raises:
         ValueError: They are not.
@@ -117,7 +117,7 @@ def _set_bits(data: UInt8[Tensor, " size"]) -> Int[Tensor, " found"]:
     if data.device.type != "cpu":
         places = torch.arange(8, dtype=torch.uint8, device=data.device)
         return ((data.unsqueeze(1) >> places) & 1).flatten().nonzero().flatten()
-    found = [  # in pieces that stay in the cache; of bools, which numpy finds twice as fast
+    found = [  # in pieces that fit the cache; as bools, which numpy searches twice as fast
         np.flatnonzero(np.unpackbits(piece.numpy(), bitorder="little").view(np.bool_))
         + 8 * _BITMAP_PIECE * number
         for number, piece in enumerate(data.split(_BITMAP_PIECE))

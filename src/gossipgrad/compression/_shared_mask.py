@@ -1,4 +1,4 @@
-"""A mask that all ranks compute alike, so that values travel without indices."""
+"""A mask that all ranks compute alike, so that values are sent without indices."""
 
 import math
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from ._checks import check_density, is_whole
 __all__ = ["SharedMask"]
 
 _MASKS = 0x6D61736B73000000
-"""Keeps the numbers drawn from a seed apart from those of schedules, which draw from it too."""
+"""Separates the numbers drawn from a seed from those of schedules, which use it too."""
 _HALF = np.uint64(32)
 _PIECE = 1 << 14
-"""Stripes whose hashes are made at once: they stay in the cache."""
+"""Number of stripes whose hashes are computed together, to fit the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMask:
-    r"""A share that every rank works out for itself, so that values travel without indices.
+    r"""A selection that every rank computes alike, so that values are sent without indices.
 
     With $m = \lceil 1/\text{density} \rceil$, rounds $cm$ to $cm + m - 1$ are cycle $c$, and
     coordinates $bm$ to $bm + m - 1$ are stripe $b$. Round $cm + j$ takes of each stripe the
@@ -67,25 +67,25 @@ class SharedMask:
 
     @property
     def cycle_rounds(self) -> int:
-        """In how many rounds every coordinate is sent once, of tensors that have as many."""
+        """Number of rounds in which every coordinate is sent once."""
         return math.ceil(1 / self.density * (1 - 1e-12))  # 1 / (1 / 49) is above 49
 
     def largest_count(self, numel: int) -> int:
-        """How many of `numel` values a round sends at most; some send one less."""
+        """Return the most values of `numel` that a round sends; some rounds send one less."""
         return -(-numel // self._stripe(numel))
 
     def indices(
         self, numel: int, *, seed: int, round: int, device: torch.device | str = "cpu"
     ) -> Int[Tensor, " count"]:
-        """The coordinates of a round, ascending, int64; at least one.
+        """Return the coordinates of a round, ascending, int64; at least one.
 
         A tensor of fewer than `cycle_rounds` elements sends one of them in every round.
 
         Args:
-            numel: Elements of the tensor, 1 or more.
+            numel: Number of elements of the tensor, 1 or more.
             seed: The same on all ranks, 0 to 2^64 - 1.
-            round: 0 to 2^64 - 1. Both ends of an exchange have to mean the same one.
-            device: Where to put them.
+            round: 0 to 2^64 - 1; the same on both ends of an exchange.
+            device: The device of the result.
 
         Raises:
             ValueError: A number is not whole, or out of range.
@@ -115,7 +115,7 @@ class SharedMask:
 
 
 def _hashes(seed: int, cycle: int, begin: int, count: int) -> UInt64[np.ndarray, " count"]:
-    """Those of `count` stripes from `begin` on."""
+    """Return the hashes of `count` stripes from `begin` on."""
     state = splitmix64(np.array([seed ^ _MASKS], np.uint64))
     state = splitmix64(state ^ np.uint64(cycle))
     return splitmix64(state ^ np.arange(begin, begin + count, dtype=np.uint64))

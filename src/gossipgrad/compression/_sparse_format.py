@@ -20,18 +20,18 @@ from ._index_encodings import (
 __all__ = ["VALUE_DTYPES", "SparseFormat"]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What values of sparse messages can travel as."""
+"""Types of values in sparse messages."""
 _ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SparseFormat:
-    """How `count` of `numel` values travel: all messages of a format are of equal size.
+    """The format of a message with `count` of `numel` values: all have the same size.
 
-    So an all-gather of them needs no exchange of sizes before, and values and indices share one
-    start-up. A message is the values, then the indices, each filled up with zeros to a multiple of
-    8 bytes; it does not name its format, which all ranks have to agree on. Numbers are in the
-    machine's byte order.
+    So an all-gather needs no exchange of sizes first, and values and indices share one latency. A
+    message is the values, then the indices, each filled up with zeros to a multiple of 8 bytes; it
+    does not name its format, which all ranks have to agree on. Numbers are in the machine's byte
+    order.
 
     | index encoding | bytes | smallest where |
     |---|---|---|
@@ -40,14 +40,14 @@ class SparseFormat:
     | `"bitmap"` | a bit an element | more than 1 in 16 is sent |
 
     Attributes:
-        numel: Elements of the dense tensor.
-        count: Of them that are sent, 1 to `numel`.
+        numel: Number of elements of the dense tensor.
+        count: Number of sent elements, 1 to `numel`.
         value_dtype: float32, bfloat16, float16 or float64.
         index_encoding: The smallest by default, as in the table.
 
     Raises:
-        ValueError: A number is not whole or out of range, the type has no place in messages, or
-            `"int32"` is too short for `numel`.
+        ValueError: A number is not whole or out of range, the type is not supported, or `"int32"`
+            is too short for `numel`.
 
     Example:
         >>> form = SparseFormat(1_000_000, 1000)
@@ -89,7 +89,7 @@ class SparseFormat:
 
     @property
     def size_bytes(self) -> int:
-        """What a message takes, a multiple of 8."""
+        """Bytes of a message, a multiple of 8."""
         return self._values_end_bytes + _aligned(self._index_bytes)
 
     @property
@@ -110,25 +110,25 @@ class SparseFormat:
         values: Float[Tensor, " count"],
         out: UInt8[Tensor, " size"],
     ) -> Float[Tensor, " count"]:
-        """Writes a message.
+        """Write a message.
 
         Finite values beyond the range of a narrower `value_dtype` become its largest finite value;
-        NaN and inf stay what they are, so that the receivers see them.
+        NaN and inf are kept, so that the receivers see them.
 
         Args:
             indices: Ascending and all different, as `top_k` returns them.
-            values: Those at the indices, of any floating type.
+            values: The values at the indices, of any floating type.
             out: Of `size_bytes` bytes, contiguous, on the device of the others; in a larger buffer
                 it begins at a multiple of 8 bytes.
 
         Returns:
-            The values as the receivers will see them, in `out` itself. What error feedback has to
-            carry over is the difference from `values`.
+            The values as the receivers will see them, a view of `out`. Error feedback carries over
+            the difference from `values`.
 
         Raises:
             ValueError: There are not `count` indices and values, `out` does not fit, or, on the
-                CPU, the indices do not ascend from 0 to below `numel`. Elsewhere indices are not
-                looked at: that would wait for the device.
+                CPU, the indices do not ascend from 0 to below `numel`. On other devices indices are
+                not checked: that would wait for the device.
         """
         if indices.numel() != self.count or values.numel() != self.count:
             raise ValueError(
@@ -155,14 +155,14 @@ class SparseFormat:
     def unpack(
         self, message: UInt8[Tensor, " size"]
     ) -> tuple[Int[Tensor, " count"], Float[Tensor, " count"]]:
-        """Indices, ascending, and values of a message, which may come from anywhere.
+        """Return the ascending indices and the values of an untrusted message.
 
-        The values lie in the message itself, where that is aligned. On an accelerator the checks
-        wait for the device.
+        The values are a view of the message if that is aligned. On an accelerator the checks wait
+        for the device.
 
         Raises:
             ValueError: It is not of `size_bytes` bytes, or its indices are not `count` different
-                ones below `numel` in ascending order. Values are not judged.
+                ones below `numel` in ascending order. Values are not checked.
         """
         self._check_size(message)
         if message.storage_offset() % _ALIGNMENT_BYTES:
@@ -172,18 +172,18 @@ class SparseFormat:
         return indices, message[: self._values_bytes].view(self.value_dtype)
 
     def add_to(self, message: UInt8[Tensor, " size"], dense: Float[Tensor, " n"]) -> None:
-        """Adds the values of a message to the elements that its indices name.
+        """Add the values of a message to the elements at its indices.
 
         An element is added to at most once by a message. So ranks that add the same messages in
         the same order to equal tensors have equal sums, bit for bit.
 
         Args:
-            message: As `pack` wrote it, maybe on another rank.
+            message: As written by `pack`, on any rank.
             dense: Of `numel` elements, on the message's device; of any floating type, to which
                 the values are converted.
 
         Raises:
-            ValueError: As in `unpack`, or `dense` is of another size. `dense` is unchanged then.
+            ValueError: As in `unpack`, or `dense` has another size. `dense` is unchanged then.
         """
         if dense.numel() != self.numel:
             raise ValueError(

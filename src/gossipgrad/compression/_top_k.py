@@ -1,4 +1,4 @@
-"""The largest magnitudes of a tensor, exactly: three methods, and the choice by what was measured.
+"""Exact selection of the largest magnitudes of a tensor, by three methods.
 
 Magnitudes are compared as integers, which is exact: the bits of a float without its sign. In this
 order both zeros are 0, then come denormals, finite values, inf, and NaN above all. It needs no

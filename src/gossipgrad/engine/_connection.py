@@ -77,7 +77,7 @@ def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:
     largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
     if most_bytes is not None and largest_bytes > most_bytes:
         raise GossipError(
-            f"a message of {largest_bytes} bytes is needed now, and links allow {most_bytes}: "
-            "the limit follows from all parameters of the model and its optimizers when a session "
+            f"a message of {largest_bytes} bytes is needed now, and links foresee {most_bytes}: "
+            "they are made for all parameters of the model and its optimizers when a session "
             "starts, trained or not. Nothing was changed; close this one and start another"
         )

@@ -1,4 +1,4 @@
-"""Doors into other frameworks; each is a module that imports its own framework, and no other.
+"""Integrations with other frameworks; each module imports only its own framework.
 
 `gossipgrad.integrations.transformers`, `.accelerate`, `.lightning` and `.torchtitan`.
 """

@@ -1,4 +1,4 @@
-"""What all doors share: a session is opened, kept beside the framework's checkpoints, and ended."""
+"""Shared parts of integrations: open, save, load and close a session."""
 
 import warnings
 from collections.abc import Callable
@@ -27,15 +27,15 @@ def open_session(
     options: dict[str, Any],
     plain: str,
 ) -> Session:
-    """Opens the session of a door; a collective.
+    """Open the session of an integration; a collective.
 
     Args:
-        open: What opens it; None for `gg.gossip`.
-        model: Not wrapped.
+        open: The function that opens it; None for `gg.gossip`.
+        model: The plain model, not wrapped.
         optimizer: As `open` takes it.
-        scaler: The one that steps the optimizer, if one does.
-        options: For `open`.
-        plain: How this framework is kept from wrapping the model, for messages.
+        scaler: The scaler that steps the optimizer, if one does.
+        options: Arguments of `open`.
+        plain: How to keep the framework from wrapping the model, for messages.
 
     Raises:
         ValueError: The model is wrapped in DistributedDataParallel, or `open` does not return a
@@ -61,12 +61,12 @@ def open_session(
 
 
 def path_of(folder: str | Path, rank: int, world_size: int) -> Path:
-    """Where a rank keeps its state in a checkpoint of the framework."""
+    """Return the path of a rank's state in a checkpoint of the framework."""
     return Path(folder) / f"gossip-rank{rank}-of-{world_size}.pt"
 
 
 def save_state(session: Session, folder: str | Path) -> None:
-    """Writes the state of this rank's session, whole or not at all; as `session.state_dict()`."""
+    """Write this rank's `session.state_dict()` atomically."""
     path = path_of(folder, session.rank, session.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
@@ -75,9 +75,9 @@ def save_state(session: Session, folder: str | Path) -> None:
 
 
 def load_state(session: Session, folder: str | Path | None) -> None:
-    """Goes on from such states exactly, or from rank 0's replica where one is missing.
+    """Continue exactly from such states, or from rank 0's replica if one is missing.
 
-    A collective. The framework has loaded the consensus into the model of each rank before.
+    A collective. The framework must have loaded the consensus into the model of each rank.
     """
     path = path_of(folder or "", session.rank, session.world_size)
     if all(session.agree(int(folder is not None and path.exists()))):
@@ -95,6 +95,6 @@ def load_state(session: Session, folder: str | Path | None) -> None:
 
 
 def end(session: Session) -> None:
-    """Leaves the consensus in the model of each rank, and closes; a collective."""
+    """Set each rank's model to the consensus, and close; a collective."""
     session.average_()
     session.close()

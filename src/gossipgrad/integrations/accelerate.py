@@ -1,4 +1,4 @@
-"""The door into Hugging Face Accelerate: gossip in the shape of its `LocalSGD`."""
+"""Integration with Hugging Face Accelerate, with the interface of its `LocalSGD`."""
 
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,10 @@ _PLAIN = (
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:
-    """Refuses set-ups of Accelerate in which something else owns the replica; local.
+    """Refuse set-ups of Accelerate without one whole replica per process; local.
 
     Raises:
-        ValueError: It is not one process a device, each with a whole replica.
+        ValueError: It is not one process per device, each with a whole replica.
     """
     name = accelerator.distributed_type.name
     if name != "NO" and not name.startswith("MULTI_"):
@@ -39,7 +39,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 
 
 class GossipSGD:
-    """Trains by gossip inside a `with` block, in place of DistributedDataParallel.
+    """Trains by gossip inside a `with` block, instead of DistributedDataParallel.
 
     For example::
 
@@ -48,16 +48,16 @@ class GossipSGD:
         with GossipSGD(accelerator, model, optimizer) as gossip:
             ...
 
-    A collective to enter and to leave: on exit the model of each rank is the consensus. Left by an
-    exception, each rank keeps its own replica, and the others go on without it.
+    Entering and leaving are collectives: on exit the model of each rank is the consensus. After an
+    exception a rank keeps its own replica, and the others continue without it.
 
     Args:
-        accelerator: Its distributed type must be one process a device.
+        accelerator: Its distributed type must be one process per device.
         model: As `prepare_model(..., evaluation_mode=True)` returns it.
         optimizer: As `prepare` returns it, or several.
-        open: What opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`, or a
-            function of model and optimizer that calls one of them.
-        options: Of `open`, for example `mode="stale"`. The gradient scaler is passed on.
+        open: The function that opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`,
+            or a function of model and optimizer that calls one of them.
+        options: Arguments of `open`, for example `mode="stale"`. The gradient scaler is passed on.
 
     Attributes:
         session: The session, inside the block.
@@ -85,7 +85,7 @@ class GossipSGD:
 
     def __enter__(self) -> "GossipSGD":
         open, model, optimizer = self._arguments
-        # What is compiled has the parameters of the plain model, by other names.
+        # A compiled model has the parameters of the plain model under other names.
         model = getattr(model, "_orig_mod", model)
         scaler = self.accelerator.scaler
         self.session = open_session(
@@ -106,18 +106,19 @@ class GossipSGD:
             end(self.session)
 
     def save_state(self, output_dir: str | Path | None = None) -> None:
-        """As `accelerator.save_state`, with the consensus as model; a collective.
+        """Call `accelerator.save_state` with the consensus as model; a collective.
 
-        Each rank adds what it needs to go on exactly, `gossip-rank*.pt`.
+        Each rank adds its state to continue exactly, `gossip-rank*.pt`.
         """
         with self.session.consensus():
             folder = self.accelerator.save_state(output_dir)  # type: ignore[arg-type]
         save_state(self.session, folder)
 
     def load_state(self, input_dir: str | Path) -> None:
-        """As `accelerator.load_state`, then goes on exactly where each rank was; a collective.
+        """Call `accelerator.load_state`, then continue from each rank's state; a collective.
 
-        From a checkpoint of other ranks, or of a run without gossip, all go on from the consensus.
+        From a checkpoint of other ranks, or of a run without gossip, all continue from the
+        consensus.
         """
         self.accelerator.load_state(str(input_dir))
         load_state(self.session, input_dir)

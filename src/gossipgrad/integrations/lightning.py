@@ -1,4 +1,4 @@
-"""The door into Lightning: a strategy, registered as `"gossip"`."""
+"""Integration with Lightning: a strategy, registered as `"gossip"`."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -19,7 +19,7 @@ __all__ = ["GossipStrategy"]
 
 
 class GossipStrategy(DDPStrategy):
-    """Has Lightning's `Trainer` train by gossip: processes and samplers as with `"ddp"`, no DDP.
+    """Trains Lightning's `Trainer` by gossip, with processes and samplers as with `"ddp"`.
 
     For example::
 
@@ -27,24 +27,25 @@ class GossipStrategy(DDPStrategy):
 
         trainer = Trainer(strategy="gossip", devices=2)
 
-    Or `strategy=GossipStrategy(mode="stale")`. The session begins when `fit` has made optimizers
-    and ends when it is over, also by an exception. Validation runs on the consensus, and
-    checkpoints hold it; beside each, in `NAME.ckpt.gossip/`, each rank keeps what it needs to go on
-    exactly, and `fit(ckpt_path=...)` does so. A checkpoint of another number of ranks, of another
-    strategy, or on a remote file system is gone on with from its model. After `fit` the module of
-    each rank is the consensus, which `test` and `predict` take.
+    Or `strategy=GossipStrategy(mode="stale")`. The session starts after `fit` has created
+    optimizers and ends with it, also by an exception. Validation runs on the consensus, and
+    checkpoints hold it; next to each, in `NAME.ckpt.gossip/`, each rank saves its state, from which
+    `fit(ckpt_path=...)` continues exactly. From a checkpoint of another number of ranks, of another
+    strategy, or on a remote file system, training continues with its model. After `fit` the module
+    of each rank is the consensus, which `test` and `predict` use.
 
     Args:
-        open: What opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`, or a
-            function of module and optimizer (a list, if there are several) that calls one of them.
+        open: The function that opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`,
+            or a function of module and optimizer (a list, if there are several) that calls one of
+            them.
         cluster_environment: As of `DDPStrategy`, and so are the next three.
-        process_group_backend: Of Lightning's own collectives.
-        timeout: Of these.
+        process_group_backend: Backend of Lightning's own collectives.
+        timeout: Timeout of these.
         start_method: How processes are started.
-        options: Of `open`, for example `mode="stale"`. The gradient scaler is passed on.
+        options: Arguments of `open`, for example `mode="stale"`. The gradient scaler is passed on.
 
     Attributes:
-        session: The session, while `fit` runs; else None.
+        session: The session, while `fit` runs; otherwise None.
 
     Raises:
         ValueError: From `fit`, for `sync_batchnorm=True` or the callback
@@ -76,14 +77,14 @@ class GossipStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the strategy as `"gossip"`."""
+        """Register the strategy as `"gossip"`."""
         strategy_registry.register(cls.strategy_name, cls, description="Gossip in place of DDP")
 
     def configure_ddp(self) -> None:
-        """Wraps nothing: each rank steps by its own gradients."""
+        """Return the model unwrapped: each rank steps by its own gradients."""
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Opens the session, if the trainer fits; a collective."""
+        """Open the session, if the trainer fits; a collective."""
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._layer_sync is not None:
             raise ValueError(
@@ -111,19 +112,19 @@ class GossipStrategy(DDPStrategy):
             )
 
     def on_validation_start(self) -> None:
-        """Shows the average of all replicas while `fit` validates; a collective."""
+        """Set the model to the average of all replicas for validation; a collective."""
         if self.session is not None:
             self._shown = self.session.consensus()
             self._shown.__enter__()
 
     def on_validation_end(self) -> None:
-        """Takes this rank's replica back."""
+        """Restore this rank's replica."""
         if self._shown is not None:
             shown, self._shown = self._shown, None
             shown.__exit__(None, None, None)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of the consensus, on every rank; a collective while `fit` runs."""
+        """Return the state of the consensus, on every rank; a collective while `fit` runs."""
         if self.session is None or self._shown is not None:
             return super().lightning_module_state_dict()
         with self.session.consensus():
@@ -133,7 +134,7 @@ class GossipStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes the checkpoint, and beside it what each rank needs to go on exactly."""
+        """Write the checkpoint, and each rank's state next to it."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         folder = _folder_of(filepath)
         if self.session is None or folder is None or "optimizer_states" not in checkpoint:
@@ -145,37 +146,37 @@ class GossipStrategy(DDPStrategy):
             self.on_validation_start()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes the checkpoint, and what this rank has written beside it."""
+        """Remove the checkpoint, and this rank's state next to it."""
         super().remove_checkpoint(filepath)
         if (folder := _folder_of(filepath)) is not None:
             path_of(folder, self.global_rank, self.world_size).unlink(missing_ok=True)
-            with suppress(OSError):  # others have their files in it
+            with suppress(OSError):  # other ranks have files in it
                 folder.rmdir()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint, and keeps in mind which."""
+        """Read a checkpoint, and remember its path."""
         self._loaded = _folder_of(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint, exactly where each rank has kept its state; a collective."""
+        """Continue from a checkpoint, exactly if each rank has saved its state; a collective."""
         super().load_optimizer_state_dict(checkpoint)
         if self.session is not None:
             load_state(self.session, self._loaded)
 
     def on_train_end(self) -> None:
-        """Leaves the consensus in the module of each rank, and closes the session; a collective."""
+        """Set each rank's module to the consensus, and close the session; a collective."""
         if self.session is not None:
             end(self.session)
             self.session = None
 
     def teardown(self) -> None:
-        """Closes the session of a `fit` that had nothing left to train; a collective then."""
+        """Close the session of a `fit` with nothing left to train; then a collective."""
         self.on_train_end()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Closes the session, and waits for no rank; the others go on without this one."""
+        """Close the session without waiting; the others continue without this rank."""
         self.on_validation_end()
         if self.session is not None:
             self.session.__exit__(type(exception), exception, exception.__traceback__)
@@ -184,7 +185,7 @@ class GossipStrategy(DDPStrategy):
 
 
 def _folder_of(filepath: Any) -> Path | None:
-    """Where ranks keep their states beside a checkpoint; None on a remote file system."""
+    """Return the folder of ranks' states of a checkpoint; None on a remote file system."""
     if "://" in str(filepath):
         return None
     path = Path(filepath).resolve()  # `save_last="link"` makes links

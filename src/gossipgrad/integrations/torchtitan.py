@@ -1,4 +1,4 @@
-"""The door into torchtitan: FSDP2 inside each replica, gossip between replicas."""
+"""Integration with torchtitan: FSDP2 inside each replica, gossip between replicas."""
 
 import io
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _REPLICAS = "dp_replicate"
 
 
 def gossip_spec(spec: Any, *, open: Open | None = None, **options: Any) -> Any:
-    """Has torchtitan train a model by gossip between the replicas of its `dp_replicate` axis.
+    """Return a model specification that trains by gossip along the `dp_replicate` axis.
 
     For example::
 
@@ -28,14 +28,15 @@ def gossip_spec(spec: Any, *, open: Open | None = None, **options: Any) -> Any:
         config.parallelism.data_parallel_replicate_degree = 4
         config.parallelism.spmd_backend = "partial_dtensor"
 
-    `parallelize_fn` gets the mesh of one replica, so FSDP2 shards over `dp_shard` alone; and then
-    `post_optimizer_build_fn` is `PostOptimizerBuild`, after that of the specification.
+    `parallelize_fn` gets the mesh of one replica, so FSDP2 shards only over `dp_shard`;
+    `post_optimizer_build_fn` becomes `PostOptimizerBuild`, which first calls that of the
+    specification.
 
     Args:
         spec: A `ModelSpec` of torchtitan.
-        open: What opens the session: `gg.gossip` by default, or a function of model, optimizers and
-            `mesh=` that calls one.
-        options: Of `open`, for example `mode="stale"`.
+        open: The function that opens the session: `gg.gossip` by default, or a function of model,
+            optimizers and `mesh=` that calls one.
+        options: Arguments of `open`, for example `mode="stale"`.
 
     Returns:
         Another specification of the same model.
@@ -50,7 +51,7 @@ def gossip_spec(spec: Any, *, open: Open | None = None, **options: Any) -> Any:
 
 
 def _of_one_replica(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A `parallelize_fn` that sees one replica, and scales gradients as if it were all."""
+    """Return a `parallelize_fn` for one replica that scales gradients for all replicas."""
 
     def call(model: nn.Module, *, parallel_dims: Any, **kwargs: Any) -> nn.Module:
         if parallel_dims.spmd_backend != "partial_dtensor":
@@ -74,19 +75,19 @@ def _of_one_replica(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.M
 
 
 class PostOptimizerBuild:
-    """A `post_optimizer_build_fn`: opens the session, and puts it into torchtitan's checkpoints.
+    """A `post_optimizer_build_fn` that opens the session, and adds it to torchtitan's checkpoints.
 
-    The model in a checkpoint is the consensus. The state of the optimizers there also has, for each
-    rank under a name of its own, what it needs to go on exactly; it is taken up as the next forward
+    The model in a checkpoint is the consensus. The state of the optimizers in it also contains each
+    rank's session state under its own name, to continue exactly; it is loaded when the next forward
     pass begins. A checkpoint of a run without gossip, or of other ranks, is loaded with
     `checkpoint.exclude_from_loading=["optimizer"]`. The session ends with the process.
 
     Args:
-        before: Another such function, which is called first.
+        before: Another such function, called first.
         open, options: As of `gossip_spec`.
 
     Attributes:
-        session: The session, once the optimizers are built.
+        session: The session, after the optimizers are built.
     """
 
     session: Session
@@ -99,10 +100,10 @@ class PostOptimizerBuild:
         self._is_due = False
 
     def __call__(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-        """As torchtitan calls it when it has built optimizers; a collective.
+        """Open the session; called by torchtitan after it has built optimizers; a collective.
 
         Raises:
-            ValueError: For pipeline parallelism, or a model that is sharded over replicas, too.
+            ValueError: For pipeline parallelism, or a model that is also sharded over replicas.
         """
         if self._before is not None:
             self._before(optimizers, model_parts, parallel_dims)
@@ -135,7 +136,7 @@ class PostOptimizerBuild:
         model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _wrap(self, optimizers: Any) -> None:
-        """Adds this rank's state to what the checkpointer takes from the optimizers."""
+        """Add this rank's state to the optimizers' state in checkpoints."""
         take, load = optimizers.state_dict, optimizers.load_state_dict
         name = f"gossip.rank{torch.distributed.get_rank()}"
 
@@ -152,10 +153,11 @@ class PostOptimizerBuild:
         optimizers.state_dict, optimizers.load_state_dict = state_dict, load_state_dict
 
     def _in_consensus(self, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-        """`model.state_dict`, of the average of all replicas; a collective."""
+        """Return `model.state_dict` for the average of all replicas; a collective."""
 
         def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            # What was loaded is equal on all ranks. Copies: torchtitan writes into what it gets.
+            # The loaded state is equal on all ranks. Copies, since torchtitan writes into the
+            # result.
             with nullcontext() if self._is_due else self.session.consensus():
                 state = state_dict(*args, **kwargs)
                 values = {
@@ -171,7 +173,7 @@ class PostOptimizerBuild:
         self._is_due = True
 
     def _before_forward(self, *_: Any) -> None:
-        """Goes on from what was loaded, when all of it is; a collective."""
+        """Continue from the loaded state, when it is complete; a collective."""
         if not self._is_due:
             return
         loaded, self._loaded, self._is_due = self._loaded, None, False

@@ -1,4 +1,4 @@
-"""The door into Hugging Face Transformers: a callback that has the `Trainer` train by gossip."""
+"""Integration with Hugging Face Transformers: a callback that trains a `Trainer` by gossip."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["GossipCallback"]
 
 
 class GossipCallback(TrainerCallback):
-    """Has a `Trainer` train by gossip, in place of DistributedDataParallel.
+    """Trains a `Trainer` by gossip, instead of DistributedDataParallel.
 
     For example::
 
@@ -28,27 +28,27 @@ class GossipCallback(TrainerCallback):
         trainer.add_callback(GossipCallback(trainer))
         trainer.train()
 
-    The session lasts as long as `trainer.train()`, and ends with it, also by an exception. From the
-    moment it is made the trainer's accelerator wraps no model. What the trainer evaluates and saves
-    is the consensus; each rank adds what it needs to go on exactly, `gossip-rank*.pt`, to each
-    checkpoint, and `train(resume_from_checkpoint=...)` does so. A checkpoint of another number of
-    ranks, or of a run without gossip, is gone on with from its model. After training the model of
-    each rank is the consensus, or with `load_best_model_at_end` the best one that was saved;
-    a warning says so where the trainer could not load all of that.
+    The session lasts as long as `trainer.train()`, and ends with it, also by an exception. After
+    the callback is created, the trainer's accelerator wraps no model. The trainer evaluates and
+    saves the consensus; each rank adds its state, `gossip-rank*.pt`, to each checkpoint, from which
+    `train(resume_from_checkpoint=...)` continues exactly. From a checkpoint of another number of
+    ranks, or of a run without gossip, training continues with its model. After training the model
+    of each rank is the consensus, or with `load_best_model_at_end` the best saved one, with a
+    warning if the trainer could not load all of it.
 
     Args:
-        trainer: Before it trains; the callback has to be added to it.
-        open: What opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`, or a
-            function of model and optimizer that calls one of them.
+        trainer: The trainer, before it trains; add the callback to it.
+        open: The function that opens the session: `gg.gossip` by default, `gg.suda`, `gg.sparsify`,
+            or a function of model and optimizer that calls one of them.
         consensus: False: the trainer evaluates each rank's own replica on its share of the samples,
             and saves that of rank 0.
-        options: Of `open`, for example `mode="stale"`. The gradient scaler is passed on.
+        options: Arguments of `open`, for example `mode="stale"`. The gradient scaler is passed on.
 
     Attributes:
-        session: The session, while the trainer trains; else None.
+        session: The session, while the trainer trains; otherwise None.
 
     Raises:
-        ValueError: For a trainer that uses DeepSpeed, FSDP, several devices a process or
+        ValueError: For a trainer that uses DeepSpeed, FSDP, several devices per process or
             `auto_find_batch_size`.
     """
 
@@ -81,7 +81,7 @@ class GossipCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Opens the session, and goes on from a checkpoint if the trainer does; a collective."""
+        """Open the session, and continue from a checkpoint if the trainer does; a collective."""
         trainer = self._trainer
         if state.is_hyper_param_search:
             raise ValueError(
@@ -104,7 +104,7 @@ class GossipCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Adds this rank's state to the checkpoint that the trainer has written."""
+        """Add this rank's state to the trainer's checkpoint."""
         if self.session is not None and not args.save_only_model:
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             save_state(self.session, folder)
@@ -112,14 +112,14 @@ class GossipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the consensus in the model of each rank, or the best that was saved."""
+        """Set each rank's model to the consensus, or to the best saved model."""
         session, self.session = self.session, None
         if session is None:
             return
         if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
             end(session)
             return
-        model = session.replica.model  # the trainer has just loaded the same into each rank's
+        model = session.replica.model  # the trainer has just loaded it on each rank
         tensors = [*model.parameters(), *model.buffers()]
         best = [tensor.detach().clone() for tensor in tensors]
         sums = session.agree([float(value.double().abs().sum()) for value in best])
@@ -130,13 +130,13 @@ class GossipCallback(TrainerCallback):
                 "rank's own. Load the best model by from_pretrained(...) of that folder",
                 stacklevel=2,
             )
-        session.close()  # mixes what is in flight
+        session.close()  # mixes parts in flight
         with torch.no_grad():
             for tensor, value in zip(tensors, best, strict=True):
                 tensor.copy_(value)
 
     def _train(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`trainer.train`, which ends the session however it ends."""
+        """Wrap `trainer.train` to end the session in every case."""
 
         @wraps(train)
         def call(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class GossipCallback(TrainerCallback):
         return call
 
     def _in_consensus(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the trainer that all ranks call, on the average of all replicas."""
+        """Wrap a method of the trainer, called on all ranks, to use the average of all replicas."""
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:

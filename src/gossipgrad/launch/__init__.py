@@ -1,4 +1,4 @@
-"""Starting the workers of a script so that one that dies does not take the others along."""
+"""A launcher of worker processes in which the others survive the death of one."""
 
 from ._fork_server import ensure_fork_server as ensure_fork_server
 from ._launch import SOME_LOST as SOME_LOST

@@ -1,4 +1,4 @@
-"""Worker processes out of a fork server, which has torch loaded: they start at once."""
+"""Worker processes from a fork server that has torch loaded, so that they start quickly."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -26,13 +26,13 @@ class ForkedProcess:
     """A function in a process of the fork server, with the interface of `subprocess.Popen`.
 
     Args:
-        body: The function; what it returns, or raises as SystemExit, is the exit code.
+        body: The function; its return value or SystemExit is the exit code.
         environ: The environment of the process.
-        name: Of the process.
+        name: The name of the process.
 
     Attributes:
         pid: Its id.
-        stderr: What it writes to its standard error.
+        stderr: Its standard error.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ForkedProcess:
 
 
 def _run(body: Callable[[], object], environ: dict[str, str], errors: Connection) -> None:
-    os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which passes it on
+    os.setsid()  # Ctrl-C in a terminal reaches only the launcher, which passes it on
     os.dup2(errors.fileno(), 2)
     errors.close()
     os.environ.clear()

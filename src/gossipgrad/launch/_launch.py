@@ -1,4 +1,4 @@
-"""Starting workers, waiting for them, and passing signals on."""
+"""Start workers, wait for them, and pass signals on."""
 
 import os
 import signal
@@ -57,21 +57,19 @@ def launch(
 ) -> Launched:
     """Run a command in this node's processes with torchrun's environment, until each has ended.
 
-    A worker that dies is named, and the others go on. The first SIGINT, SIGTERM or SIGHUP is passed
-    on to all workers, which have `grace_seconds` to end before they are killed; a second one kills
-    them at once. No worker outlives this call, nor this process.
+    A worker that dies is named, and the others continue. The first SIGINT, SIGTERM or SIGHUP is
+    passed on to all workers, which have `grace_seconds` to end before they are killed; a second one
+    kills them immediately. No worker outlives this call, nor this process.
 
     Args:
-        command: What to run: a program and its arguments, or a function, which starts at once if
-            the fork server has its module loaded.
-        rendezvous: The store, and which ranks are here.
-        grace_seconds: From a signal to the end of what still runs.
-        environ: What workers get beside torchrun's variables; None: the environment of this
-            process.
+        command: A program and its arguments, or a function, which starts quickly if the fork server
+            has its module loaded.
+        rendezvous: The store, and the ranks of this node.
+        grace_seconds: Time from a signal until running workers are killed.
+        environ: Environment of workers besides torchrun's variables; None: that of this process.
         supervise: Called 20 times a second with the workers, which it may signal or kill.
-        show: Whether to show what workers write to their standard error, and who failed.
-        describe: What to say of a worker that failed, in words that go on after "rank 3"; None:
-            nothing.
+        show: Whether to show the workers' standard error, and failures.
+        describe: Returns the description of a failed worker, to follow "rank 3"; None: nothing.
 
     Returns:
         How the workers ended.
@@ -117,7 +115,7 @@ def launch(
 
 
 def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
-    """What torchrun gives to a worker; its store is that of the launcher."""
+    """Return torchrun's variables for a worker; the store is the launcher's."""
     rank, world_size = rendezvous.first_rank + local_rank, rendezvous.world_size
     variables = {
         "RANK": rank,
@@ -140,9 +138,9 @@ def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
 
 
 def _defaults(rendezvous: Rendezvous) -> dict[str, str]:
-    """What the user's own environment may replace."""
-    # One thread of compute a worker, as torchrun has it. And on one machine Gloo stays on loopback,
-    # where it would listen at the address that the host name leads to.
+    """Return variables that the user's environment may override."""
+    # One compute thread per worker, like torchrun. On one machine Gloo uses loopback; by default it
+    # would listen at the address of the host name.
     threads = {"OMP_NUM_THREADS": "1"} if rendezvous.nproc > 1 else {}
     is_local = rendezvous.nodes == 1 and sys.platform == "linux"
     return threads | ({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {})

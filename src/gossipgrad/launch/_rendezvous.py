@@ -1,4 +1,4 @@
-"""Where the launchers of one run meet: a store that lives in the launcher of node 0."""
+"""The rendezvous of a run's launchers: a store in the launcher of node 0."""
 
 import contextlib
 import socket
@@ -16,22 +16,22 @@ _SILENT_SECONDS = 30.0
 
 
 class Rendezvous:
-    """The store of a run, and which ranks are those of this node; a context manager.
+    """The store of a run, and the ranks of this node; a context manager.
 
-    The launcher of node 0 has the store, so that no worker is needed more than the others. It
-    leaves it open until the other launchers are done, or have been silent for 30 seconds.
+    The launcher of node 0 hosts the store, so that it does not depend on any worker. It leaves it
+    open until the other launchers are done, or have been silent for 30 seconds.
 
     Args:
-        nproc: Workers of this node; others may have another number.
-        nodes: How many launchers there are.
-        node_rank: Which one this is.
+        nproc: Number of workers of this node; it may differ between nodes.
+        nodes: Number of launchers.
+        node_rank: Index of this launcher.
         address: Host and port of the store, an address of node 0; None: loopback, a free port.
-        timeout_seconds: How long the other launchers are awaited.
+        timeout_seconds: How long to wait for the other launchers.
 
     Attributes:
-        nproc: Workers that this launcher starts.
+        nproc: Number of workers of this launcher.
         nodes: Number of launchers.
-        node_rank: Which of them this is.
+        node_rank: Index of this launcher.
         store: The store.
         host: Its host.
         port: Its port.
@@ -40,7 +40,7 @@ class Rendezvous:
 
     Raises:
         ValueError: The store cannot listen there, or another launcher has the same node rank.
-        GossipError: A launcher does not come in time; the message names it.
+        GossipError: A launcher is missing after the timeout; the message names it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rendezvous:
         self.close(wait=error is None)
 
     def close(self, *, wait: bool = True) -> None:
-        """Leave the others; node 0 waits for them first, if asked to."""
+        """Leave the others; node 0 first waits for them, if requested."""
         if self._over.is_set():
             return
         self._over.set()

@@ -13,10 +13,10 @@ from ._fork_server import ForkedProcess
 
 _HEADER = "Traceback (most recent call last):"
 _TAIL_BYTES = 64 * 1024
-# A grandchild may keep the pipe open after its parent is gone.
+# A grandchild may keep the pipe open after its parent has ended.
 _DRAIN_SECONDS = 0.5
-# Linux ends the worker with its launcher (PR_SET_PDEATHSIG), however that one ends. It is asked for
-# in an interpreter of its own: code between fork and exec is not safe beside threads.
+# Linux ends the worker with its launcher (PR_SET_PDEATHSIG), in any case. A separate interpreter
+# requests it, since code between fork and exec is not safe with threads.
 _BOOT = """
 import os, sys
 if sys.platform == "linux":
@@ -35,7 +35,7 @@ class Exit:
     Attributes:
         rank: Its rank.
         code: Its exit code; -N if signal N ended it.
-        errors: The end of what it wrote to its standard error.
+        errors: The end of its standard error.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class Exit:
 
     @property
     def traceback(self) -> str | None:
-        """The last one that it wrote, None without one."""
+        """The error of its last traceback, None without one."""
         start = self.errors.rfind(_HEADER)
         return None if start < 0 else self.errors[start:].rstrip()
 
     @property
     def cause(self) -> str:
-        """In words that go on after "rank 3": "was killed by SIGKILL"."""
+        """The cause, to follow "rank 3": "was killed by SIGKILL"."""
         if self.code < 0:
             try:
                 name = signal.Signals(-self.code).name
@@ -65,16 +65,15 @@ Command = Sequence[str] | Callable[[], object]
 
 
 class Worker:
-    """A process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone.
+    """A process in its own session, so that Ctrl-C in a terminal reaches only the launcher.
 
-    What it writes to its standard error goes to that of the launcher, and its end is kept.
+    Its standard error goes to that of the launcher, and the end of it is kept.
 
     Args:
-        command: What to run: a program with its arguments, or a function, which the fork server
-            has loaded.
+        command: A program with its arguments, or a function that the fork server has loaded.
         environ: Its environment.
         rank: Its rank.
-        show: Whether what it writes to its standard error is shown.
+        show: Whether to show its standard error.
 
     Raises:
         OSError: The process cannot be started.
@@ -110,7 +109,7 @@ class Worker:
         """How it ended, None if it runs."""
         if self.exit is None and (code := self._process.poll()) is not None:
             self._reader.join(_DRAIN_SECONDS)
-            # torch begins each line with [rankN] where a process group is there.
+            # torch starts each line with [rankN] if there is a process group.
             text = self._tail.decode(errors="replace")
             text = re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
             self.exit = Exit(rank=self.rank, code=code, errors=text)
@@ -125,7 +124,7 @@ class Worker:
         if self._process.poll() is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # one that has only just started has no session yet
+            except ProcessLookupError:  # a process that has just started has no session yet
                 os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self.poll()
@@ -141,6 +140,6 @@ class Worker:
 
 
 def _last_line(traceback: str) -> str | None:
-    """The error of a traceback: the first line behind its frames."""
+    """Return the error of a traceback: the first line after its frames."""
     found = re.search(r"^(?! |Traceback )\S.*$", traceback, re.MULTILINE)
     return None if found is None else found[0]

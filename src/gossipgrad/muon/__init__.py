@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a model, alone or without a server (SUDA-Muon)."""
+"""Muon for the hidden matrices of a model, on one rank or decentralized (SUDA-Muon)."""
 
 from gossipgrad.muon._backbones import BACKBONES as BACKBONES
 from gossipgrad.muon._backbones import Polynomial as Polynomial

@@ -1,7 +1,8 @@
-"""Backbones: how weights are mixed around an optimizer's update, by neighbour communication alone.
+"""Backbones: mixing of weights around an optimizer's update, only between neighbours.
 
 All of them are instances of `X' = A (C X - U) - B Y; Y' = Y + B X'` with `A`, `B^2` and `C`
-polynomials of the weights `W`, and `U` what the optimizer subtracts; see `_reference`, rule N.
+polynomials of the weights `W`, and `U` the optimizer's update, which is subtracted; see
+`_reference`, rule N.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ __all__ = ["BACKBONES", "Backbone", "Polynomial", "Sent", "make_backbone", "reso
 
 Flats = list[Tensor]
 Sent = tuple[str, ...]
-"""Names of what is exchanged at once, in one message a partner."""
+"""Names of tensors that are exchanged together, in one message per partner."""
 
 MIXED, DIRECTIONS = "mixed", "directions"
 
@@ -27,16 +28,16 @@ MIXED, DIRECTIONS = "mixed", "directions"
 class Polynomial:
     """A backbone by its polynomials of `W`, each from the constant term up.
 
-    It is run in the form without duals, one tensor an exchange, on weights that stay the same:
-    `X'' = (I - B^2 + A C) X' - A C X - A (U'' - U')`.
+    It runs in the form without duals, one tensor per exchange, with constant mixing weights: `X'' =
+    (I - B^2 + A C) X' - A C X - A (U'' - U')`.
 
     Attributes:
-        a: Of A; sums to 1.
-        b2: Of B squared; sums to 0.
-        c: Of C; sums to 1.
+        a: Coefficients of A; sum to 1.
+        b2: Coefficients of B squared; sum to 0.
+        c: Coefficients of C; sum to 1.
 
     Raises:
-        ValueError: The coefficients have other sums: a consensus would not stay one.
+        ValueError: The coefficients have other sums: a consensus would not be kept.
 
     Example:
         >>> Polynomial(a=(0, 1), b2=(1, -1), c=(1,))  # exact diffusion
@@ -59,23 +60,23 @@ class Polynomial:
 
     @property
     def product(self) -> tuple[float, ...]:
-        """Of A C."""
+        """Coefficients of A C."""
         return _trimmed(poly.polymul(self.a, self.c))
 
     @property
     def carried(self) -> tuple[float, ...]:
-        """Of I - B^2 + A C."""
+        """Coefficients of I - B^2 + A C."""
         return _trimmed(poly.polyadd(poly.polysub((1.0,), self.b2), self.product))
 
     def radius(self, eigenvalue: float) -> float:
-        """How a disagreement along an eigenvector of `W` grows from a step to the next.
+        """Return the growth per step of a disagreement along an eigenvector of `W`.
 
-        The larger root of `z^2 - (1 - b^2 + a c) z + a c`; infinite where B would not be real.
+        The larger root of `z^2 - (1 - b^2 + a c) z + a c`; infinite if B would not be real.
         """
         if poly.polyval(eigenvalue, self.b2) < -1e-9:
             return float("inf")
         p, q = (float(poly.polyval(eigenvalue, each)) for each in (self.carried, self.product))
-        if not any(self.b2):  # nothing is carried over
+        if not any(self.b2):  # no state is carried over
             return abs(q)
         root = complex(p * p - 4 * q) ** 0.5
         return max(abs(p + root), abs(p - root)) / 2
@@ -92,23 +93,24 @@ BACKBONES: dict[str, Polynomial] = {
     "paper-ed": Polynomial((0, 1), (1, 0, -1), (0, 1)),
     "paper-extra": Polynomial((0.5, 0.5), (0.5, -0.5), (0.5, 0.5)),
 }
-"""By name, as polynomials of `W`; those of `"paper-ed"` and `"paper-extra"` are the manuscript's.
+"""Backbones by name, as polynomials of `W`; those of `"paper-ed"` and `"paper-extra"` are the
+manuscript's.
 
 References:
     Alghunaim, Yuan, arXiv:2110.09993, section 2; SUDA-Muon, arXiv:2604.23980, section 3.2.
 """
 
 ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
-"""Those that converge when partners rotate."""
+"""Backbones that converge with rotating partners."""
 
 
 class Backbone(ABC):
-    """The rule of one session, and what it keeps between steps: flat tensors, one a bucket.
+    """The rule of one session, and its state between steps: flat tensors, one per bucket.
 
     Attributes:
-        held: By name; `MIXED` and `DIRECTIONS` are those that travel.
-        starts_early: Whether what it exchanges first does not depend on the step's update.
-        exchanges: How many it makes in a step, one after the other.
+        held: Tensors by name; `MIXED` and `DIRECTIONS` are exchanged.
+        starts_early: Whether its first exchange does not depend on the step's update.
+        exchanges: Number of exchanges in a step, one after the other.
     """
 
     starts_early: bool
@@ -120,15 +122,15 @@ class Backbone(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """What it keeps."""
+        """Return the names of its tensors."""
 
     @property
     def travels(self) -> Sent:
-        """Which of it travels."""
+        """Return the names of exchanged tensors."""
         return tuple(name for name in self.names if name in (MIXED, DIRECTIONS))
 
     def begin(self, x: Flats) -> None:
-        """Begins anew from weights, whether they are equal on all ranks or not."""
+        """Restart from weights, equal on all ranks or not."""
         for name, flats in self.held.items():
             if name in (MIXED, "previous"):
                 _copy(flats, x)
@@ -136,20 +138,20 @@ class Backbone(ABC):
                 torch._foreach_zero_(flats)
 
     def before(self, x: Flats) -> Iterable[Sent]:
-        """What is exchanged before the update, from the weights; the caller does it in between."""
+        """Yield the exchanges before the update, which the caller makes."""
         return ()
 
     @abstractmethod
     def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """What is exchanged after the update; returns the new weights.
+        """Yield the exchanges after the update; return the new weights.
 
         Args:
             x: The weights before the update.
-            u: What it subtracts.
+            u: The update, which is subtracted.
         """
 
     def duals(self, x: Flats) -> Flats:
-        """What sums to zero over the ranks."""
+        """Return the tensors that sum to zero over the ranks."""
         return []
 
 
@@ -157,8 +159,8 @@ class Differences(Backbone):
     """A `Polynomial`, in the form without duals."""
 
     def __init__(self, like: Sequence[Tensor], of: Polynomial) -> None:
-        self._late = len(_trimmed(of.a))  # powers of W that the update is multiplied by
-        # By power: what the weights, those before, and the update are multiplied by.
+        self._late = len(_trimmed(of.a))  # powers of W that multiply the update
+        # By power: factors of the weights, the weights before, and the update.
         self._powers = list(zip_longest(of.carried, of.product, _trimmed(of.a), fillvalue=0.0))
         self.exchanges = len(self._powers) - 1
         self.starts_early = self.exchanges >= self._late
@@ -170,13 +172,13 @@ class Differences(Backbone):
         return (MIXED, "previous", "last_update")
 
     def before(self, x: Flats) -> Generator[Sent, None, None]:
-        """The powers of `W` that the update is not multiplied by."""
+        """Apply the powers of `W` that do not multiply the update."""
         for power in range(self.exchanges, self._late - 1, -1):
             self._next(power, x)
             yield (MIXED,)
 
     def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """The others: Horner's rule."""
+        """Apply the other powers, by Horner's rule."""
         change = torch._foreach_sub(u, self.held["last_update"])
         mixed = self.held[MIXED]
         for power in range(self._late - 1, -1, -1):
@@ -206,8 +208,8 @@ class Tracking(Backbone):
 
     Args:
         like: The weights.
-        is_atc: Whether weights are mixed after Z is subtracted, and not before.
-        mixes_change: Whether the change of the update is mixed with Z, and not added after.
+        is_atc: Whether weights are mixed after Z is subtracted, instead of before.
+        mixes_change: Whether the change of the update is mixed with Z, instead of added after.
     """
 
     def __init__(self, like: Sequence[Tensor], *, is_atc: bool, mixes_change: bool) -> None:
@@ -222,7 +224,7 @@ class Tracking(Backbone):
         return (MIXED, DIRECTIONS, "last_update")
 
     def before(self, x: Flats) -> Generator[Sent, None, None]:
-        """The weights; with them Z, where nothing is added to it before."""
+        """Exchange the weights, together with Z if nothing is added to it before."""
         if not self._is_atc:
             _copy(self.held[MIXED], x)
             yield (MIXED,) if self._mixes_change else (MIXED, DIRECTIONS)
@@ -247,7 +249,7 @@ class Tracking(Backbone):
 
 
 class DeMuon(Backbone):
-    """Weights are mixed after the update; no duals."""
+    """Mixes weights after the update, without duals."""
 
     starts_early, exchanges = False, 1
 
@@ -264,10 +266,10 @@ class DeMuon(Backbone):
 
 
 def resolve_backbone(backbone: str | Polynomial) -> str | Polynomial:
-    """A backbone that there is.
+    """Check the name of a backbone.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is unknown.
     """
     if isinstance(backbone, Polynomial) or backbone in BACKBONES:
         return backbone
@@ -278,7 +280,7 @@ def resolve_backbone(backbone: str | Polynomial) -> str | Polynomial:
 
 
 def make_backbone(backbone: str | Polynomial, like: Sequence[Tensor]) -> Backbone:
-    """The rule by its name or polynomials, for weights that look like these."""
+    """Create the rule by its name or polynomials, for weights like these."""
     if backbone == "demuon":
         return DeMuon(like)
     if isinstance(backbone, str) and backbone.endswith("-gt"):
@@ -291,5 +293,5 @@ def _copy(into: Flats, values: Flats) -> None:
 
 
 def _trimmed(coefficients: Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    """Without powers whose coefficient is zero, or rounding."""
+    """Return the coefficients without trailing zeros, up to rounding."""
     return tuple(poly.polytrim(coefficients, 1e-12).tolist())

@@ -1,4 +1,4 @@
-"""The guard: which graph a backbone may run on, and how its rounds express it."""
+"""Checks of a backbone's graph, and the graph as a schedule of rounds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Whom a rank exchanges with, and in how many rounds.
+    """The partners of a rank, and the rounds of an exchange.
 
     Attributes:
-        schedule: One partner a round.
-        rounds: Rounds of one exchange: 1 where partners rotate, else as many as cover the graph.
-        block: A step begins at a round that is a multiple of it, and has one partner then.
-        weights: The matrix of weights that all exchanges use; None where partners rotate.
+        schedule: One partner per round.
+        rounds: Rounds of one exchange: 1 with rotating partners, else as many as cover the graph.
+        block: A step begins at a round that is a multiple of it; the step then has one partner.
+        weights: The matrix of weights of all exchanges; None with rotating partners.
     """
 
     schedule: Schedule
@@ -46,19 +46,19 @@ def resolve_graph(
     exchanges: int,
     seed: int,
 ) -> Graph:
-    """The graph, if the backbone is safe on it.
+    """Return the graph, if the backbone is safe on it.
 
     Args:
         topology: A name, a schedule, a networkx graph, or a matrix of weights.
-        world_size: How many ranks.
-        backbone: The rule.
-        lazy: Whether `(I + W) / 2` takes the place of `W`.
-        exchanges: How many a step has; all of one step are with the same partner.
-        seed: Of partners that rotate.
+        world_size: Number of ranks.
+        backbone: The backbone.
+        lazy: Whether `(I + W) / 2` replaces `W`.
+        exchanges: Number of exchanges in a step; all are with the same partner.
+        seed: Seed of rotating partners.
 
     Raises:
-        ValueError: It is none, is for another number of ranks, or the backbone would diverge on it;
-            with the eigenvalue, the rule, and two settings that work.
+        ValueError: It is invalid, is for another number of ranks, or the backbone would diverge on
+            it; the message has the eigenvalue, the rule, and two settings that work.
     """
     schedule = _schedule_of(topology, world_size, seed)
     if schedule.world_size != world_size:
@@ -100,17 +100,17 @@ def _schedule_of(topology: Any, world_size: int, seed: int) -> Schedule:
 
 
 def _stays(schedule: Schedule) -> bool:
-    """Whether the matchings of its period are one graph, used at once."""
+    """Whether the matchings of its period together form one graph."""
     if schedule.name in ("graph", "matrix"):
         return True
     return schedule.name == "ring" and not schedule.describe()["rotate"]
 
 
 def _weights_of(schedule: Schedule) -> Float[np.ndarray, "rank rank"]:
-    """The matrix of all matchings at once.
+    """Return the matrix of all matchings together.
 
-    Those of a matrix are given; of a graph `W_ij = 1 / (2 max(d_i, d_j))`, with which no eigenvalue
-    is negative: 1/4 on a ring.
+    A matrix gives its own weights; a graph has `W_ij = 1 / (2 max(d_i, d_j))`, so that no
+    eigenvalue is negative: 1/4 on a ring.
     """
     n = schedule.world_size
     weights = np.zeros((n, n))
@@ -126,7 +126,7 @@ def _weights_of(schedule: Schedule) -> Float[np.ndarray, "rank rank"]:
 
 
 def _check(weights: Float[np.ndarray, "rank rank"], backbone: str | Polynomial) -> None:
-    """Raises `ValueError` where the backbone would diverge, or agree on nothing."""
+    """Raise `ValueError` if the backbone would diverge, or not reach a consensus."""
     rule = BACKBONES[backbone] if isinstance(backbone, str) else backbone
     others = np.linalg.eigvalsh(weights)[:-1].tolist()
     if weights.diagonal().min() < -_ROUNDING:

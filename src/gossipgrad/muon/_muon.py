@@ -33,47 +33,47 @@ class Muon(MatrixOptimizer):
         M \leftarrow b M + G, \quad
         X \leftarrow X - \text{lr} (\text{scale} \cdot P(b M + G) + \text{weight\_decay} \cdot X)
 
-    with $P(M)$ where `nesterov` is False. Convolution kernels are flattened to one row an output.
-    Equal shapes are polarised together. State is in fp32 (float64 for float64 parameters),
-    whatever the type of parameters. A DTensor (FSDP2) is gathered before it is polarised, and each
-    rank keeps its shard: every rank of the mesh computes the whole.
+    with $P(M)$ where `nesterov` is False. Convolution kernels are flattened to one row per output.
+    Matrices of equal shapes are polarised together. State is in fp32 (float64 for float64
+    parameters), whatever the type of parameters. A DTensor (FSDP2) is gathered before it is
+    polarised, and each rank keeps its shard: every rank of the mesh computes the whole.
 
-    `repr(optimizer)` prints which parameters go where. There is one group of each role, with its
-    settings: `param_groups[0]` has the matrices and `param_groups[1]` the rest, if there are both.
+    `repr(optimizer)` lists the parameters of each role. There is one group per role:
+    `param_groups[0]` has the matrices and `param_groups[1]` the rest, if there are both.
 
     Args:
         params: The model, whose parameters are chosen by `muon` and `adamw`, the type of their
-            module, and their shape (see Note). Or what any optimizer takes: tensors, `(name,
-            tensor)` pairs or groups, of which matrices are polarised, but in groups with a
-            `"role"`, `"muon"` or `"adamw"`.
-        lr: Of matrices.
+            module, and their shape (see Note). Or the usual tensors, `(name, tensor)` pairs or
+            groups, of which matrices are polarised, except in groups with a `"role"`, `"muon"` or
+            `"adamw"`.
+        lr: Learning rate of matrices.
         momentum: $b$, 0 to below 1.
-        nesterov: Whether what is polarised looks one step ahead.
+        nesterov: Whether to use Nesterov momentum.
         momentum_form: `"sum"`, $b M + G$ from zero; or `"ema"`, the SUDA-Muon paper's
             $b M + (1 - b) G$ from the first gradient. A polar factor has no scale, so the two
             differ only in how much the first gradient counts.
         scale: `"original"`, $\sqrt{\max(1, rows / columns)}$; or `"match_rms_adamw"`,
-            $0.2 \sqrt{\max(rows, columns)}$, with which learning rates of AdamW fit.
-        weight_decay: Decoupled, of all parameters.
-        polar: How to polarise: `"muon"`, `"polar-express"`, `"cans"`, `"deepseek"`, `"svd"`, or a
-            sequence of coefficients, one triple a step.
-        polar_dtype: What matrices are multiplied in; None: bf16 on CUDA, else fp32.
-        adamw_lr: Of the rest; None: `lr` with `scale="match_rms_adamw"`, else 3e-4.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        muon: Patterns of names that are polarised whatever they are.
-        adamw: Patterns of names that are AdamW's whatever they are.
+            $0.2 \sqrt{\max(rows, columns)}$, for learning rates like AdamW's.
+        weight_decay: Decoupled weight decay of all parameters.
+        polar: The polarisation: `"muon"`, `"polar-express"`, `"cans"`, `"deepseek"`, `"svd"`, or a
+            sequence of coefficients, one triple per step.
+        polar_dtype: Type of the matrix products; None: bf16 on CUDA, else fp32.
+        adamw_lr: Learning rate of the rest; None: `lr` with `scale="match_rms_adamw"`, else 3e-4.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        muon: Patterns of names that are always polarised.
+        adamw: Patterns of names that AdamW always updates.
 
     Raises:
-        ValueError: For numbers outside their range, names that no parameter has, or nothing to
+        ValueError: If a number is out of range, no parameter has a name, or there is nothing to
             train.
 
     Note:
-        AdamW gets vectors and scalars, the weights of `nn.Embedding`, the last `nn.Linear`, and
-        tensors of more than two dimensions that no convolution owns. The last `nn.Linear` is
-        polarised if the model has no other matrix, or if it is that of the last of several equal
+        AdamW updates vectors and scalars, the weights of `nn.Embedding`, the last `nn.Linear`, and
+        tensors of more than two dimensions that belong to no convolution. The last `nn.Linear` is
+        polarised if the model has no other matrix, or if it belongs to the last of several equal
         blocks (`blocks.3.out` after `blocks.2.out`). A head that is not the last linear layer, or
-        an embedding of a type of its own, has to be named: `Muon(model, adamw=["lm_head.weight"])`.
+        an embedding of a custom type, has to be named: `Muon(model, adamw=["lm_head.weight"])`.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -97,9 +97,10 @@ class Muon(MatrixOptimizer):
 
     role = "muon"
     track: ClassVar[Track | None] = None
-    """Called in `step()` with the parameters that have gradients and what each would be updated
-    from: of a matrix what would be polarised, else the gradient, in fp32, by local shards. Returns
-    what to use instead; it must not write into them. `suda()` sets it on the instance."""
+    """Called in `step()` with the parameters that have gradients and the source of each update: for
+    a matrix the tensor to polarise, else the gradient, in fp32, by local shards. Returns the
+    tensors to use instead; it must not write into its arguments. `suda()` sets it on the
+    instance."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Muon(MatrixOptimizer):
         )
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raises `ValueError` for settings of matrices outside their range."""
+        """Raise `ValueError` for matrix settings out of range."""
         group["polar"] = resolve_polar(group["polar"])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum={group['momentum']!r} must be from 0 to below 1")
@@ -153,7 +154,7 @@ class Muon(MatrixOptimizer):
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
-        """The settings of matrices, for `repr`."""
+        """Return the settings of matrices, for `repr`."""
         steps = f"{len(group['polar'])} steps" if group["polar"] else "singular values"
         nesterov = ["nesterov"] if group["nesterov"] else []
         momentum = [f"momentum {group['momentum']:g}", *nesterov, group["momentum_form"]]
@@ -161,7 +162,7 @@ class Muon(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have gradients; returns what the closure returned.
+        """Update all parameters that have gradients; return the closure's result.
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -189,7 +190,7 @@ class Muon(MatrixOptimizer):
         return loss
 
     def _momentum(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Takes the gradients in; what is to be polarised, by local shards, not to be written."""
+        """Update the momentum; return the local shards to polarise, which must not be written."""
         if not parameters:
             return []
         b, is_ema = group["momentum"], group["momentum_form"] == "ema"
@@ -230,10 +231,10 @@ class Muon(MatrixOptimizer):
 
 
 def _whole(parameter: nn.Parameter, source: Tensor) -> Tensor:
-    """All of a tensor of which this rank has a shard placed as the parameter; a collective then."""
+    """Gather a tensor that is sharded like the parameter; a collective if it is."""
     if not is_sharded(parameter):
         return source
-    from torch.distributed.tensor import DTensor  # 0.6 s, where needed
+    from torch.distributed.tensor import DTensor  # takes 0.6 s, so only where needed
 
     assert isinstance(parameter, DTensor)
     placed = parameter.device_mesh, parameter.placements
@@ -243,7 +244,7 @@ def _whole(parameter: nn.Parameter, source: Tensor) -> Tensor:
 
 
 def _part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """This rank's shard of it; local."""
+    """Return this rank's shard of it; local."""
     if not is_sharded(parameter):
         return whole
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,4 +1,4 @@
-"""The polar factor `U V^T` of matrices `U S V^T`: by Newton-Schulz iterations, or exactly."""
+"""The polar factor `U V^T` of matrices `U S V^T`, by Newton-Schulz iterations or exactly."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ __all__ = ["POLARS", "Polar", "flops", "polarise", "resolve_polar"]
 
 Coefficients = tuple[float, float, float]
 Polar = tuple[Coefficients, ...]
-"""One step each: `X <- a X + b (X X^T) X + c (X X^T)^2 X`; none at all: by singular values."""
+"""Coefficients of steps `X <- a X + b (X X^T) X + c (X X^T)^2 X`; empty: singular values."""
 
 _SIMPLE = (3.4445, -4.7750, 2.0315)
 
@@ -52,10 +52,10 @@ _SAME_GRAM = 5  # steps on one Gram matrix: after more, its rounding outgrows sm
 
 
 def resolve_polar(polar: str | Sequence[Sequence[float]]) -> Polar:
-    """The steps, by name or as given.
+    """Return the steps, given by name or coefficients.
 
     Raises:
-        ValueError: There is none of that name, or a step has not three coefficients.
+        ValueError: The name is unknown, or a step does not have three coefficients.
     """
     if isinstance(polar, str) and polar in POLARS:
         return POLARS[polar]
@@ -74,15 +74,14 @@ def resolve_polar(polar: str | Sequence[Sequence[float]]) -> Polar:
 def polarise(
     matrices: Sequence[Float[Tensor, "_ _"]], polar: Polar, dtype: torch.dtype | None = None
 ) -> list[Float[Tensor, "_ _"]]:
-    """The polar factor of each matrix; zeros where one is zero. Their tensors are only read.
+    """Return the polar factor of each matrix; zeros for a zero matrix. Inputs are not changed.
 
     Equal shapes are multiplied together as one 3-D product; a tall matrix counts as a wide one.
 
     Args:
-        matrices: Of any shapes, on any devices.
-        polar: The steps; none: by singular values, in at least fp32.
-        dtype: What the products are made in. None: bf16 on CUDA, else the matrices' own, at least
-            fp32.
+        matrices: Matrices of any shapes, on any devices.
+        polar: The steps; empty: singular values, in at least fp32.
+        dtype: Type of the products. None: bf16 on CUDA, else the matrices' own, at least fp32.
 
     Returns:
         New tensors in that type, in the order of the matrices.
@@ -105,7 +104,7 @@ def polarise(
 
 
 def flops(m: int, n: int, polar: Polar) -> tuple[int, int]:
-    """Of the steps on one matrix: as usual, and as done here in fp32."""
+    """Return the operations of the steps on one matrix: as usual, and as done here in fp32."""
     m, n = sorted((m, n))
     usual = len(polar) * (4 * m * m * n + 2 * m**3)
     here = 0
@@ -120,7 +119,7 @@ def _is_tall(matrix: Tensor) -> bool:
 
 
 def _stacked(matrices: Sequence[Tensor], polar: Polar, dtype: torch.dtype | None) -> Tensor:
-    """A new stack of wide matrices, each divided by its Frobenius norm."""
+    """Return a new stack of wide matrices, each divided by its Frobenius norm."""
     one = matrices[0]
     wide = torch.promote_types(one.dtype, torch.float32)
     if dtype is None or not polar:
@@ -134,7 +133,7 @@ def _stacked(matrices: Sequence[Tensor], polar: Polar, dtype: torch.dtype | None
 
 
 def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
-    """The steps on a stack of wide matrices, in its own type."""
+    """Apply the steps to a stack of wide matrices, in its own type."""
     *_, m, n = x.shape
     usual, on_gram = flops(m, n, polar)
     if on_gram < usual and x.dtype.itemsize >= 4:
@@ -148,7 +147,7 @@ def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k 
 
 
 def _on_gram_matrix(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
-    """The same steps by products of m x m matrices: fewer operations where n is larger than m.
+    """Apply the steps by products of m x m matrices: fewer operations if n is larger than m.
 
     With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`; all of these
     are polynomials of one matrix, so `X` itself is multiplied once, at the end.
@@ -164,7 +163,7 @@ def _on_gram_matrix(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k
 
 
 def _by_singular_values(x: Float[Tensor, "k m n"]) -> Float[Tensor, "k m n"]:
-    """`U V^T` over the singular values that are not zero."""
+    """Return `U V^T` over the nonzero singular values."""
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     kept = s > s.amax(-1, keepdim=True) * (x.shape[-1] * torch.finfo(x.dtype).eps)
     return (u * kept.unsqueeze(-2).to(x.dtype)) @ vh

@@ -30,31 +30,31 @@ from gossipgrad.muon._muon import Muon
 __all__ = ["SudaSession", "SudaSettings", "SudaStats"]
 
 _TRACKERS = "trackers"
-_MOST_ERROR = 0.01  # of trackers, relative: rounding stays far below
-_LATE_ROUNDS = 8  # open on one link at once: those of a step, and what is late
+_MOST_ERROR = 0.01  # relative error of trackers; rounding stays far below
+_LATE_ROUNDS = 8  # open on one link: those of a step, and late ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class SudaSettings(RoundSettings):
-    """Everything that `suda()` was asked for, resolved.
+    """The resolved settings of `suda()`.
 
     Attributes:
-        backbone: How weights are mixed.
-        graph: Whom with; its schedule is that of the settings.
+        backbone: The rule of mixing weights.
+        graph: The graph of partners; its schedule is that of the settings.
     """
 
     backbone: str | Polynomial
     graph: Graph
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks; the schedule tells the graph."""
+        """Return the settings that must be equal on all ranks; the schedule implies the graph."""
         described = super().describe()
         del described["graph"]
         return {"backbone": described.pop("backbone"), **described}
 
     @property
     def snapshots(self) -> int:
-        """All of an exchange, and one that still travels."""
+        """Snapshots of one exchange, and of one still in flight."""
         return self.graph.rounds + 1
 
     @property
@@ -65,13 +65,13 @@ class SudaSettings(RoundSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SudaStats(Stats):
-    """Those of any session, and the two identities, as of the last consensus.
+    """The counters of a session, and the two identities at the last consensus.
 
     Attributes:
-        tracker_error: How far the mean of trackers is from the mean of what they track, relative to
-            the size of that; None before a consensus. Rounding, unless messages were lost.
-        dual_error: How far the sum of duals is from zero, relative to their size and that of the
-            updates; None before a consensus, 0 for a backbone without duals.
+        tracker_error: Distance of the mean of trackers to the mean of the tracked tensors, relative
+            to the latter; None before a consensus. Only rounding, unless messages were lost.
+        dual_error: Distance of the sum of duals to zero, relative to the size of duals and updates;
+            None before a consensus, 0 for a backbone without duals.
     """
 
     tracker_error: float | None
@@ -79,11 +79,11 @@ class SudaStats(Stats):
 
 
 class SudaSession(Session):
-    """What `suda()` returns: see there.
+    """The session that `suda()` returns.
 
-    In a step, with `S` what the optimizer would polarise and `W` an exchange: trackers
-    `H <- W (H + S - S_before)`; the optimizer steps from `H`; what it has subtracted goes through
-    the backbone. Exchanges that need not wait for the update travel behind forward and backward.
+    In a step, with `S` the tensor that the optimizer would polarise and `W` an exchange: trackers
+    `H <- W (H + S - S_before)`; the optimizer steps from `H`; the backbone applies its update.
+    Exchanges that do not depend on the update run in parallel to forward and backward.
     """
 
     door = "suda"
@@ -116,11 +116,11 @@ class SudaSession(Session):
 
     @property
     def round_number(self) -> int:
-        """Steps that the run has made: each has several rounds of the engine."""
+        """The run's steps; each has several rounds of the engine."""
         return self._run.steps
 
     def stats(self) -> SudaStats:
-        """What this rank has done so far; rounds are steps; no communication."""
+        """Return this rank's counters; rounds are steps; no communication."""
         values: dict[str, Any] = asdict(super().stats())
         trackers, duals = self._errors
         values |= {"rounds": self._run.steps, "tracker_error": trackers, "dual_error": duals}
@@ -128,10 +128,10 @@ class SudaSession(Session):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """See `Session.consensus`; checks the identities of trackers and duals, too.
+        """See `Session.consensus`; also checks the identities of trackers and duals.
 
-        Where messages were given up since they came too late, and the mean of trackers is more than
-        a hundredth from what it must be, trackers and duals begin anew on all ranks when it ends.
+        If late messages were cancelled, and the mean of trackers is off by more than a hundredth,
+        trackers and duals restart on all ranks on exit.
         """
         is_broken = False
         try:
@@ -144,14 +144,14 @@ class SudaSession(Session):
                 self._restart()
 
     def average_(self) -> None:
-        """Makes the living replicas the exact average, trackers too; the backbone begins anew."""
+        """Set replicas and trackers to their exact average, and restart the backbone."""
         super().average_()
         self._begin_backbone()
 
     def accept_changes(self) -> None:
-        """Not for this family: raises `GossipError`.
+        """Raise `GossipError`: not supported by this family.
 
-        Duals know of every update; one that they do not know would be repeated in each step.
+        Duals account for every update; an unaccounted change would be repeated in each step.
         """
         raise GossipError(
             "weights that were written on one rank would be taken for an update that never ends: "
@@ -159,14 +159,14 @@ class SudaSession(Session):
         )
 
     def apply_(self, surgery: Surgery) -> None:
-        """Not for this family: raises `GossipError`."""
+        """Raise `GossipError`: not supported by this family."""
         raise GossipError(
             "suda() keeps trackers and duals of the shapes that it began with: close the session, "
             "apply the surgery on every rank, and begin another"
         )
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
-        """See `Session.state_dict`; weights that travel behind backward are mixed first."""
+        """See `Session.state_dict`; mixes weights in flight first."""
         if self._rounds is not None and not self._is_closed and not self._run.is_mid_step:
             self._rounds.close()
         return super().state_dict(drain=drain, copy=copy)
@@ -175,7 +175,7 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _make_flows(self) -> list[Flow]:
-        """Weights for averages alone; trackers, and what the backbone exchanges, by hand."""
+        """Create flows: weights for averages only; trackers and the backbone's tensors."""
         replica, of = self.replica, self.settings
         if not replica.trained:
             raise ValueError(
@@ -189,7 +189,7 @@ class SudaSession(Session):
             return flows
         zeros = {name: _zeros(p) for name, p in replica.trained.items()}
         self._trackers, self._sources = zeros, {n: z.clone() for n, z in zeros.items()}
-        trackers = self._trackers  # a flow must not hold the session
+        trackers = self._trackers  # a flow must not reference the session
         entries = [
             Entry(_spec(f"{name}: tracker", zeros[name]), p, lambda name=name: trackers[name])
             for name, p in replica.trained.items()
@@ -211,7 +211,7 @@ class SudaSession(Session):
         return flows
 
     def _begin(self) -> None:
-        """Begins anew: equal weights, trackers and duals of zero."""
+        """Restart from equal weights, with zero trackers and duals."""
         super()._begin()
         for tensors in (self._sources, self._trackers):
             for tensor in tensors.values():
@@ -219,7 +219,7 @@ class SudaSession(Session):
         self._begin_backbone()
 
     def _before_step(self, optimizer: Optimizer, closure: Any) -> Any:
-        """Takes down the weights; a foreign optimizer gets tracked gradients."""
+        """Record the weights; optimizers other than `Muon` get tracked gradients."""
         closure = super()._before_step(optimizer, closure)
         if self._rounds is None:
             return closure
@@ -237,7 +237,7 @@ class SudaSession(Session):
         if self._has_scaler and gradients:
             norms = torch.stack(torch._foreach_norm(gradients))
             if not bool(torch.isfinite(norms).all()):
-                return closure  # the scaler has left this step out
+                return closure  # the scaler skips this step
         for parameter, tracked in zip(held, self._track(held, gradients), strict=True):
             assert parameter.grad is not None
             local(parameter.grad).copy_(tracked)
@@ -245,7 +245,7 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _track(self, parameters: Sequence[nn.Parameter], sources: Sequence[Tensor]) -> list[Tensor]:
-        """`H <- W (H + S - S_before)`, and the exchanges that travel beside it or before."""
+        """Compute `H <- W (H + S - S_before)`, with the exchanges before or next to it."""
         self._restart_if_changed()
         names = {id(p): name for name, p in self.replica.trained.items()}
         held = [names[id(p)] for p in parameters]
@@ -270,10 +270,10 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _after_update(self) -> None:
-        """What the optimizer has subtracted goes through the backbone."""
+        """Pass the optimizer's update through the backbone."""
         if self._rounds is None:
             return
-        if not self._has_tracked:  # the step was left out: the partner waits all the same
+        if not self._has_tracked:  # the step was skipped, but the partner waits
             self._restart_if_changed()
             self._exchange_trackers()
         update = torch._foreach_sub(self._x, self._weights_now())
@@ -289,7 +289,7 @@ class SudaSession(Session):
             self._send_early()
 
     def _family_state(self) -> dict[str, Any]:
-        """Trackers by name, and what the backbone keeps by bucket."""
+        """Return trackers by name, and the backbone's tensors by bucket."""
         if self._backbone is None:
             return {}
         state: dict[str, Any] = {
@@ -304,7 +304,7 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _load_family_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `_family_state` was taken, with what travelled mixed."""
+        """Load the result of `_family_state`."""
         self._generation = self.membership.generation
         if self._backbone is None:
             return
@@ -334,17 +334,17 @@ class SudaSession(Session):
         return [bucket for flow in self._weights for bucket in flow.buckets]
 
     def _weights_now(self) -> list[Tensor]:
-        """What buckets hold, with what rounding took away: new flat tensors."""
+        """Return new flat tensors of the buckets with residuals."""
         return [bucket.total() for bucket in self._buckets]
 
     def _weights_mixed(self) -> list[Tensor]:
-        """The weights before an update, with late parts that were mixed since they were done."""
-        if self._rule.starts_early:  # such parts come to what is mixed next
+        """Return the weights before an update, plus late parts mixed since then."""
+        if self._rule.starts_early:  # such parts belong to the next mixing
             return self._x or self._weights_now()
         return [flat.clone() for flat in self._rule.held["mixed"]]
 
     def _run_through(self, rule: Generator[tuple[str, ...], None, list[Tensor]]) -> list[Tensor]:
-        """Exchanges what a rule yields; what it returns."""
+        """Make the exchanges that a rule yields; return its result."""
         while True:
             try:
                 names = next(rule)
@@ -353,7 +353,7 @@ class SudaSession(Session):
             self._exchange(names)
 
     def _exchange(self, names: tuple[str, ...]) -> None:
-        """`W` of what is named: sent to all neighbours from one state, then mixed."""
+        """Apply `W` to named tensors: send one state to all neighbours, then mix."""
         self._send(names)
         assert self._rounds is not None
         self._rounds.close()
@@ -366,7 +366,7 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _begin_backbone(self) -> None:
-        """The backbone begins from the weights as they are, with nothing in flight."""
+        """Restart the backbone from the current weights, with nothing in flight."""
         self._before = None
         rounds, block = self._rounds, self.settings.graph.block
         if rounds is None:
@@ -377,17 +377,17 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _send_early(self) -> None:
-        """Sends what need not wait for the next update, behind forward and backward."""
+        """Send tensors that do not depend on the next update, during forward and backward."""
         if self._rule.starts_early and isinstance(self.mode, Overlap) and self._before is None:
             self._before = iter(self._rule.before(self._weights_now()))
             self._send(next(iter(self._before)))
 
     @torch.no_grad()
     def _restart_if_changed(self) -> None:
-        """In a new generation trackers begin from what each of the living tracks.
+        """Restart trackers in a new generation from each living rank's tracked tensors.
 
-        What a lost rank had taken of the sum, or given, is gone with it: the sums over those that
-        live are right again at once, since nothing of before is mixed any more.
+        Exchanges with a lost rank have changed the sum over living ranks; it is correct again
+        immediately, since no earlier message is mixed any more.
         """
         if self.membership.generation != self._generation:
             self._generation = self.membership.generation
@@ -404,7 +404,7 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _check_identities(self) -> None:
-        """Sums over each tensor of trackers and duals; one small collective."""
+        """Return sums over each tensor of trackers and duals; one small collective."""
         if self._backbone is None:
             return
         errors = [self._trackers[name] - source for name, source in self._sources.items()]

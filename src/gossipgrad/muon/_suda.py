@@ -1,4 +1,4 @@
-"""The door: where strings become settings, the graph is checked, and a session begins."""
+"""The function `suda`: resolves settings, checks the graph, and starts a session."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,61 +61,60 @@ def suda(
     heartbeats: Heartbeats | None = _HEARTBEATS,
     start_timeout_seconds: float = 60.0,
 ) -> SudaSession:
-    r"""Trains `model` by decentralized Muon: momentum is tracked before it is polarised.
+    r"""Train `model` by decentralized Muon: momentum is tracked before it is polarised.
 
     A collective: all ranks call it, with the same model and settings. The replicas become that of
     rank 0. Polarising is not linear, so the mean of polarised gradients is not the polarised mean,
-    and ranks with data of their own would stop where their polar factors cancel. Here each rank
-    tracks the mean over all of what it would polarise, by neighbour communication alone, and the
-    backbone mixes weights around the update:
+    and ranks with different data would stop where their polar factors cancel. Here each rank tracks
+    the mean over all ranks of the tensor to polarise, by communication with neighbours only, and
+    the backbone mixes weights around the update:
 
     .. math:: H \leftarrow W (H + M - M_{before}), \quad X \leftarrow A (C X - U(H)) - B Y
 
-    with $U$ whatever the optimizer subtracts, weight decay included. With `gg.Muon` what is tracked
-    is its momentum, and of AdamW's parameters the gradient; with any other optimizer its gradients,
-    which are written to `.grad`. Matrices or not, all parameters are tracked and mixed; the paper
-    is silent on those that are no matrices. With one rank, training is the plain optimizer's, bit
-    for bit.
+    with $U$ the optimizer's update, including weight decay. With `gg.Muon` the momentum is tracked,
+    and for AdamW's parameters the gradient; with any other optimizer the gradients, which are
+    written to `.grad`. All parameters are tracked and mixed; the paper does not mention those that
+    are not matrices. With one rank, training is the plain optimizer's, bit for bit.
 
-    A partner that is late holds a step up to a deadline, after which it goes on, and mixes when
-    the message comes. When a rank dies, the living go on in a new generation: trackers begin anew
-    from each one's momentum, duals from zero, and weights as they are.
+    A step waits for a late partner up to a deadline, then continues, and mixes the message when it
+    arrives. When a rank dies, the living ranks continue in a new generation: trackers restart from
+    each rank's momentum, duals from zero, and weights are unchanged.
 
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
-        optimizer: One, `gg.Muon` or another.
+        optimizer: One optimizer, `gg.Muon` or another.
         backbone: `"semi-atc-gt"`, `"atc-gt"`, `"non-atc-gt"`, `"demuon"` and the manuscript's
             `"paper-extra"` run on any graph; `"ed"`, `"extra"`, the manuscript's `"paper-ed"` and
-            `Polynomial(a, b2, c)` on one that stays the same.
+            `Polynomial(a, b2, c)` on a constant graph.
         topology: With one partner in a step, another in the next: `"dissemination"`,
             `"hypercube"`, `"matching"`, `"complete"`, or such a schedule. With all neighbours in
             each exchange, one round for each matching: `"ring"`, a networkx graph, or a matrix of
             weights (or `topology.from_graph`, `from_matrix`). Graphs get the weights
             `1 / (2 max(d_i, d_j))`.
-        lazy: Whether `(I + W) / 2` takes the place of W.
-        mode: `"overlap"`: what does not depend on the update travels behind forward and backward;
-            `"sync"`: it travels with the trackers. None: overlap, unless the backbone
-            has nothing of that kind (`"ed"`, `"atc-gt"`, `"demuon"`).
-        process_group: Whose ranks take part; see `gossip`.
-        mesh: In place of `process_group`; see `gossip`.
-        wire_dtype: What everything is sent as. Means over ranks are kept all the same.
+        lazy: Whether `(I + W) / 2` replaces W.
+        mode: `"overlap"`: tensors that do not depend on the update are sent during forward and
+            backward; `"sync"`: they are sent with the trackers. None: overlap, unless the backbone
+            has no such tensors (`"ed"`, `"atc-gt"`, `"demuon"`).
+        process_group: The ranks that take part; see `gossip`.
+        mesh: Instead of `process_group`; see `gossip`.
+        wire_dtype: Type on the wire. Means over ranks are still kept.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
-        seed: Of the rotation of partners.
+        seed: Seed of the rotation of partners.
         bucket_bytes: Size of a message.
         transport: See `gossip`.
         encrypt: See `gossip`.
         recorder: Gets spans of time.
-        heartbeats: How ranks see that others are lost; None: all stay members for good.
-        start_timeout_seconds: How long ranks wait for each other in here.
+        heartbeats: How ranks detect lost ranks; None: all ranks stay members.
+        start_timeout_seconds: How long this call waits for the other ranks.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be, or a graph on which the backbone diverges: with
+        ValueError: For invalid settings, or a graph on which the backbone diverges; the message has
             the eigenvalue, the rule, and two settings that work.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
-        GossipError: If a rank dies meanwhile, or does not come in time; it is named.
+        GossipError: If a rank dies, or is missing after the timeout; it is named.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -183,7 +182,7 @@ def resolve_settings(
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> SudaSettings:
-    """The settings of a run of `world_size` ranks.
+    """Return the settings of a run of `world_size` ranks.
 
     Raises:
         ValueError: As `suda`.
@@ -191,7 +190,7 @@ def resolve_settings(
     backbone = resolve_backbone(backbone)
     mode = _resolve_mode(mode, backbone)
     rule = make_backbone(backbone, [])
-    # In sync what starts early goes with the trackers.
+    # In sync, early exchanges are sent with the trackers.
     exchanges = rule.exchanges + (not rule.starts_early or isinstance(mode, Overlap))
     graph = resolve_graph(
         topology, world_size, backbone, lazy=lazy, exchanges=exchanges, seed=int(seed)

@@ -1,4 +1,4 @@
-"""Plans from pure arithmetic: what a step and its messages cost, and which gradients to merge."""
+"""Plans from pure arithmetic: the cost of a step and its messages, and merges of gradients."""
 
 from gossipgrad.planning._cost import AffineCost as AffineCost
 from gossipgrad.planning._cost import PiecewiseCost as PiecewiseCost

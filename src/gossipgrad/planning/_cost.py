@@ -1,4 +1,4 @@
-"""What moving bytes costs: small values that are called with a size and give seconds."""
+"""The cost of moving bytes: small callables from a size to seconds."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ Sizes = Float[np.ndarray, "..."] | Int[np.ndarray, "..."]
 
 @dataclass(frozen=True, slots=True)
 class AffineCost:
-    """A start-up time and a time a byte: `alpha_seconds + beta_seconds_per_byte * size`.
+    """A latency and a time per byte: `alpha_seconds + beta_seconds_per_byte * size`.
 
     Attributes:
-        alpha_seconds: What an empty message takes, 0 or more.
-        beta_seconds_per_byte: What each byte adds, 0 or more.
+        alpha_seconds: Time of an empty message, 0 or more.
+        beta_seconds_per_byte: Time of each byte, 0 or more.
 
     Raises:
         ValueError: Either is negative or not finite.
@@ -47,12 +47,12 @@ class AffineCost:
     @overload
     def __call__(self, size_bytes: Sizes) -> Float[np.ndarray, "..."]: ...
     def __call__(self, size_bytes: Any) -> Any:
-        """Seconds for a message of that size, or of those sizes in an array."""
+        """Return the seconds for a message of that size, or of sizes in an array."""
         return self.alpha_seconds + self.beta_seconds_per_byte * size_bytes
 
     @classmethod
     def from_rate(cls, *, rate_bits_per_second: float, latency_seconds: float) -> "AffineCost":
-        """A link by its rate, of each direction, and the time that an empty message takes.
+        """Return the cost of a link by its rate per direction and its latency.
 
         Raises:
             ValueError: The rate is not positive, or the latency negative.
@@ -69,14 +69,14 @@ class AffineCost:
 
     @classmethod
     def fit(cls, size_bytes: Sequence[float | int], seconds: Sequence[float | int]) -> "AffineCost":
-        """The affine cost nearest to what was measured, in squares of relative errors.
+        """Fit an affine cost to measurements, by squares of relative errors.
 
-        Relative errors weigh a small message as much as a large one: absolute ones would leave the
-        start-up time to the noise of the largest. Neither coefficient becomes negative: where the
-        best line has one below 0, the best line with that one at 0 is taken.
+        Relative errors weigh a small message as much as a large one: absolute ones would determine
+        the latency by the noise of the largest. Neither coefficient becomes negative: if the best
+        line has one below 0, the result is the best line with that one at 0.
 
         Args:
-            size_bytes: Of each measurement, 0 or more; at least two different ones.
+            size_bytes: Size of each measurement, 0 or more; at least two different ones.
             seconds: That it took, above 0.
 
         Raises:
@@ -100,7 +100,7 @@ class AffineCost:
         return cls(alpha_seconds=float(alpha), beta_seconds_per_byte=float(beta / scale))
 
     def ring_all_reduce(self, world_size: int) -> "AffineCost":
-        """What a ring all-reduce costs when this is the cost of one hop.
+        """Return the cost of a ring all-reduce, if this is the cost of one hop.
 
         `2 (p - 1)` hops of a p-th of the bytes, one after another; all ranks end together.
 
@@ -110,7 +110,7 @@ class AffineCost:
         return self._hops(world_size, rounds=2, parts=world_size)
 
     def ring_all_gather(self, world_size: int) -> "AffineCost":
-        """What a ring all-gather costs, called with the bytes that one rank brings.
+        """Return the cost of a ring all-gather, called with the bytes of one rank.
 
         `p - 1` hops of all of them.
 
@@ -120,9 +120,9 @@ class AffineCost:
         return self._hops(world_size, rounds=1, parts=1)
 
     def halving_all_reduce(self, world_size: int) -> "AffineCost":
-        """What an all-reduce by recursive halving and doubling costs: few start-ups.
+        """Return the cost of an all-reduce by recursive halving and doubling.
 
-        `2 ceil(log2 p)` start-ups, and the bytes of a ring.
+        `2 ceil(log2 p)` latencies, and the bytes of a ring.
 
         Raises:
             ValueError: There is no rank.
@@ -134,7 +134,7 @@ class AffineCost:
         )
 
     def hop_of_ring(self, world_size: int) -> "AffineCost":
-        """The cost of one hop when this is that of a ring all-reduce over `world_size` ranks.
+        """Return the cost of one hop, if this is that of a ring all-reduce over `world_size` ranks.
 
         The inverse of `ring_all_reduce`: so that a measurement with few ranks predicts many.
 
@@ -150,7 +150,7 @@ class AffineCost:
         )
 
     def _hops(self, world_size: int, *, rounds: int, parts: int) -> "AffineCost":
-        """So many rounds of a ring, in each hop one of so many parts of the bytes."""
+        """Return the cost of rounds of a ring, with one of `parts` of the bytes per hop."""
         if world_size < 1:
             raise ValueError(f"world size {world_size} has no ranks: it must be 1 or more")
         hops = rounds * (world_size - 1)
@@ -162,17 +162,17 @@ class AffineCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PiecewiseCost:
-    """A cost by its values at some sizes, straight in between.
+    """A piecewise linear cost, by its values at some sizes.
 
-    For curves with a knee, where one line would be wrong at both ends. Below the first size it
-    stays what it is there; past the last it goes on with the last slope.
+    For curves with a knee, where one line would be wrong at both ends. Below the first size it is
+    constant; past the last it continues with the last slope.
 
     Attributes:
-        sizes: In what the cost is called with, bytes or elements: rising, 0 or more, at least two.
-        seconds: At each of them, 0 or more and never falling.
+        sizes: Sizes in the cost's unit, bytes or elements: ascending, 0 or more, at least two.
+        seconds: Seconds at each size, 0 or more and never decreasing.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: A value violates this.
 
     Example:
         >>> cost = PiecewiseCost(sizes=(0.0, 1000.0, 2000.0), seconds=(1.0, 1.0, 3.0))
@@ -203,7 +203,7 @@ class PiecewiseCost:
     @overload
     def __call__(self, size: Sizes) -> Float[np.ndarray, "..."]: ...
     def __call__(self, size: Any) -> Any:
-        """Seconds for that size, or for those in an array."""
+        """Return the seconds for that size, or for sizes in an array."""
         sizes, seconds = self.sizes, self.seconds
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         past = np.maximum(np.asarray(size, dtype=np.float64) - sizes[-1], 0.0)
@@ -212,10 +212,10 @@ class PiecewiseCost:
 
     @classmethod
     def fit(cls, sizes: Sequence[float | int], seconds: Sequence[float | int]) -> "PiecewiseCost":
-        """The curve through the median at each size; one below a smaller size's is lifted to it.
+        """Fit a curve through the medians at each size, raised where it would decrease.
 
         Args:
-            sizes: Of each measurement, 0 or more; at least two different ones.
+            sizes: Size of each measurement, 0 or more; at least two different ones.
             seconds: That it took, above 0.
 
         Raises:

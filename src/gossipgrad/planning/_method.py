@@ -1,4 +1,4 @@
-"""How a group of gradients may travel, and what that costs: selection and communication."""
+"""Methods of sending a group of gradients, with costs of selection and communication."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _NOTHING = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to bring a group of gradients to all ranks, as far as time is concerned.
+    """A method of sending a group of gradients to all ranks, by its costs.
 
     Both costs are called with the elements of a group, or of many in an array of float64, and give
     seconds, 0 or more: one for each, or a single one for all. They may be any functions of the size
@@ -27,11 +27,11 @@ class Method:
     a single size.
 
     Attributes:
-        name: What plans call it.
-        select_seconds: What the computing thread does for the group once its last gradient is
-            there, before backward goes on: picking coordinates, packing, casting.
-        communicate_seconds: From when the group is sent until its sum has arrived and is decoded;
-            one group at a time.
+        name: Its name in plans.
+        select_seconds: Time on the computing thread after the group's last gradient, before
+            backward continues: selecting coordinates, packing, casting.
+        communicate_seconds: Time from sending the group until its sum is decoded; one group at a
+            time.
 
     Raises:
         ValueError: The name is empty, or a cost cannot be called.
@@ -51,12 +51,12 @@ class Method:
 def dense_all_reduce(
     all_reduce: Cost, *, name: str = "dense", element_bytes: int = 4, cast: Cost | None = None
 ) -> Method:
-    """All elements of a group are added up over the ranks, as they are or narrowed on the wire.
+    """Return the method that sums all elements over the ranks, unchanged or narrowed on the wire.
 
     Args:
         all_reduce: Seconds by bytes on the wire, such as `AffineCost.ring_all_reduce` gives.
-        name: Of the method.
-        element_bytes: Of an element on the wire: 4, or 2 for fp16 and bf16.
+        name: Name of the method.
+        element_bytes: Bytes per element on the wire: 4, or 2 for fp16 and bf16.
         cast: Seconds, by elements, to narrow them before, on the thread of backward, and as much
             again to widen them after, while nothing else travels; None: nothing is cast.
 
@@ -94,20 +94,19 @@ def sparse_all_gather(
     pair_bytes: float | int = 8,
     scatter: Cost | None = None,
 ) -> Method:
-    """Of a group a share of the elements goes to all ranks, in one message of values and indices.
+    """Return the method that sends a share of a group's elements, as values and indices.
 
-    What grows with the ranks is what each receives, and so the time to add it up.
+    The received bytes and the time to sum them grow with the number of ranks.
 
     Args:
-        all_gather: Seconds by the bytes that one rank brings, such as `AffineCost.ring_all_gather`
-            gives.
+        all_gather: Seconds by the bytes of one rank, such as `AffineCost.ring_all_gather` gives.
         density: The share that is sent, above 0 and at most 1; of any group one element or more.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         select: Seconds by elements of the group: finding the largest, and packing them.
-        name: Of the method.
-        pair_bytes: Of a value with its index: 8 for float32 and int32.
-        scatter: Seconds by the pairs that are added up on a rank, those of all ranks; None: that
-            costs nothing, as in the published model.
+        name: Name of the method.
+        pair_bytes: Bytes of a value with its index: 8 for float32 and int32.
+        scatter: Seconds by the number of pairs of all ranks that a rank sums; None: no cost, as in
+            the published model.
 
     Raises:
         ValueError: The name is empty, the density no share, there is no rank, or a cost cannot be
@@ -143,10 +142,10 @@ def sparse_all_gather(
 
 
 def cost(method: Method, what: str, elements: int) -> float:
-    """Seconds that a method asks for one group of so many elements, checked.
+    """Return the checked seconds of a method for one group of this many elements.
 
     Raises:
-        ValueError: What the method gives is no time.
+        ValueError: The method returns an invalid time.
     """
     seconds = float(getattr(method, what)(elements))
     if not 0 <= seconds < math.inf:
@@ -158,7 +157,7 @@ def costs(method: Method, what: str, sizes: Int[np.ndarray, " size"]) -> Float[n
     """Seconds that a method asks for groups of these sizes, checked.
 
     Raises:
-        ValueError: What the method gives is no time.
+        ValueError: The method returns an invalid time.
     """
     # As floats: products of whole numbers would overflow in an array.
     try:

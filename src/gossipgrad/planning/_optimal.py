@@ -1,4 +1,4 @@
-"""The plan that finishes first: a shortest path with two lengths, over fronts of states."""
+"""The plan that finishes first, by a shortest path with two lengths over fronts of states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from ._rules import mg_wfbp, omgs_greedy, single, wfbp
 
 __all__ = ["plan"]
 
-_WIDTHS = (4, 32, 256)  # states of a front that are kept, pass by pass
-_MANY_TENSORS = 320  # for which the widest pass would take seconds
+_WIDTHS = (4, 32, 256)  # number of states kept per front, by pass
+_MANY_TENSORS = 320  # above this the widest pass would take seconds
 
 Seconds = Float[np.ndarray, "..."]
 Places = Int[np.ndarray, " state"]
@@ -24,7 +24,7 @@ Places = Int[np.ndarray, " state"]
 def plan(
     backward_seconds: Sequence[float | int], sizes: Sequence[int], methods: Sequence[Method]
 ) -> Plan:
-    """The groups, each with its method, that finish first.
+    """Return the groups with methods that finish first.
 
     The model of time: one thread computes the gradients, in their order, and after the last one of
     a group selects what of it travels; groups travel one after another, each once it is selected.
@@ -35,7 +35,7 @@ def plan(
     the best plan that is known are left out. Where no front has more states than are kept, the plan
     is exact, up to rounding; otherwise the fronts keep states spread over their length, and the
     plan is the best that was found. A last pass then keeps states that are better than all that
-    they stand for: no plan finishes before what comes out.
+    they stand for: no plan finishes earlier than its result.
 
     Time and memory grow with the square of the tensors.
 
@@ -43,7 +43,7 @@ def plan(
         backward_seconds: Of each tensor, in the order in which backward finishes them: from when
             the gradient before was there until this one is.
         sizes: Their elements.
-        methods: How a group may travel.
+        methods: The methods to choose from.
 
     Returns:
         The plan, never above `wfbp`, `mg_wfbp`, `omgs_greedy` and `single` by any of the methods.
@@ -92,7 +92,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Every group of consecutive tensors by every method.
+    """The costs of every group of consecutive tensors by every method.
 
     Attributes:
         reached: Seconds of backward up to each boundary between tensors, from 0.
@@ -196,7 +196,7 @@ class _Groups:
 
 
 def _front(x: Seconds, y: Seconds) -> Places:
-    """The states that no other is as good as in both times, `x` rising."""
+    """Return the states that no other dominates in both times, by ascending `x`."""
     order = np.lexsort((y, x))
     falling = y[order]
     least = np.minimum.accumulate(falling)
@@ -208,7 +208,7 @@ def _front(x: Seconds, y: Seconds) -> Places:
 def _spread(
     x: Seconds, y: Seconds, worth: Seconds, width: int
 ) -> tuple[Places, tuple[Seconds, Seconds]]:
-    """At most `width` states of a front: of each stretch of it the one that may finish first.
+    """Return at most `width` states of a front: of each stretch the one that may finish first.
 
     And the least of both times in its stretch.
     """

@@ -1,4 +1,4 @@
-"""A plan: which gradients travel together and by which method, and what happens when in it."""
+"""A plan of groups of gradients with their methods, and its timeline."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ._method import Method, checked_step, cost
 __all__ = ["LEAST_SAVING", "Merge", "Plan", "Span", "planned"]
 
 LEAST_SAVING = 0.05
-"""Share of a step that compression has to save, as what is left for later costs accuracy."""
+"""Share of a step that compression has to save, since delayed elements cost accuracy."""
 
 _FORMAT = "gossipgrad plan"
 _VERSION = 1
@@ -19,12 +19,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Tensors `start` to `stop - 1`, in the order of backward, that travel in one message.
+    """Tensors `start` to `stop - 1`, in the order of backward, that are sent in one message.
 
     Attributes:
-        start: The first of them.
-        stop: The first that is not among them.
-        method: The name of the method by which they travel.
+        start: The first tensor.
+        stop: The first tensor after the group.
+        method: The name of the method.
     """
 
     start: int
@@ -34,7 +34,7 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that takes time in a step, in seconds from the start of backward.
+    """An interval of a step, in seconds from the start of backward.
 
     Attributes:
         what: `"backward"` or `"select"`, which take turns, or `"communicate"`, beside them.
@@ -51,11 +51,11 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Groups of tensors, each with its method, and how long they were predicted to take.
+    """Groups of tensors with their methods and predicted times.
 
     Attributes:
-        groups: In the order of backward: the first begins at tensor 0, each other where the one
-            before ends.
+        groups: Groups in the order of backward: the first begins at tensor 0, each other where the
+            one before ends.
         finish_seconds: From the start of backward until the last group has arrived.
         lower_bound_seconds: Proved: no plan of these methods finishes earlier. That
             of `plan` is close to `finish_seconds`; the rules prove no more than that backward
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far it may be from the optimum, relative to the bound; 0 is proved optimal."""
+        """The largest distance to the optimum, relative to the bound; 0 is proved optimal."""
         if self.finish_seconds == self.lower_bound_seconds:
             return 0.0
         if self.lower_bound_seconds == 0:
@@ -124,15 +124,15 @@ class Plan:
         sizes: Sequence[int],
         methods: Sequence[Method],
     ) -> tuple[Span, ...]:
-        """What happens when, under these times, which may be others than it was made for.
+        """Return the timeline under these times, which may differ from those it was made for.
 
         Backward of a group, its selection, backward of the next, and so on; meanwhile each group
         travels once it is selected and the one before has arrived. What takes no time is left out.
 
         Args:
-            backward_seconds: Of each tensor, in the order in which backward finishes them.
-            sizes: Their elements.
-            methods: Those that the plan names, and others if you like.
+            backward_seconds: Time of each tensor, in the order in which backward finishes them.
+            sizes: Their numbers of elements.
+            methods: The methods that the plan names; others are ignored.
 
         Returns:
             The spans, group by group; the last to end ends at `finish_seconds`, if all is as when
@@ -157,7 +157,7 @@ class Plan:
         return tuple(span for span in spans if span.end_seconds > span.start_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads; plain values, the same for equal plans on all ranks."""
+        """Return plain values for `from_json`, the same for equal plans on all ranks."""
         named = {"names": list(self.names)} if self.names else {}
         return {
             "format": _FORMAT,
@@ -170,10 +170,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: object) -> "Plan":
-        """The plan that `to_json` gave.
+        """Create the plan from the result of `to_json`.
 
         Raises:
-            ValueError: It is no plan, or one of another version.
+            ValueError: It is not a plan, or has another version.
         """
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ValueError(f'not a plan: it has no "format": "{_FORMAT}"')
@@ -200,7 +200,7 @@ def planned(
     known: dict[str, Method],
     lower_bound_seconds: float | None = None,
 ) -> Plan:
-    """The plan of these groups; without a bound, with the one that backward must end."""
+    """Return the plan of these groups; by default the bound is the end of backward."""
     finish = _spans(groups, times, counts, known)[-1].end_seconds
     bound = sum(times) if lower_bound_seconds is None else lower_bound_seconds
     return Plan(groups=tuple(groups), finish_seconds=finish, lower_bound_seconds=min(bound, finish))
@@ -209,7 +209,7 @@ def planned(
 def _spans(
     groups: Sequence[Merge], times: list[float], counts: list[int], known: dict[str, Method]
 ) -> list[Span]:
-    """Backward, selection and communication of each group."""
+    """Yield backward, selection and communication of each group."""
     reached = [0.0, *accumulate(times)]
     spans = []
     selected = arrived = 0.0

@@ -1,4 +1,4 @@
-"""What a step of a model costs on a device: times and sizes, parameter by parameter."""
+"""The profile of a model's step on a device: times and sizes by parameter."""
 
 import json
 import math
@@ -19,18 +19,18 @@ _VERSION = 1
 class Profile:
     """The compute of one training step: forward, backward by parameter, optimizer.
 
-    `names`, `elements` and `backward_seconds` have one entry a parameter, in the order in which
+    `names`, `elements` and `backward_seconds` have one entry per parameter, in the order in which
     backward finishes their gradients.
 
     Attributes:
-        name: Of the model.
-        device: What it runs on, for example `"P100"`.
+        name: Name of the model.
+        device: Its device, for example `"P100"`.
         source: The rule it was derived by, or `"recorded"` and how.
         batch_size: Samples in the step.
         forward_seconds: From the start of the step to the loss.
         optimizer_seconds: The update of all parameters.
-        names: Of the parameters.
-        elements: In each parameter.
+        names: Names of the parameters.
+        elements: Number of elements of each parameter.
         backward_seconds: From the moment that the previous gradient was ready (for the first, from
             the start of backward) until this one is.
         element_bytes: Bytes of an element, the same for all parameters.
@@ -90,16 +90,16 @@ class Profile:
 
     @property
     def compute_seconds(self) -> float:
-        """A whole step of one worker alone; forward, backward and optimizer."""
+        """Time of a step of one worker without communication: forward, backward and optimizer."""
         return self.forward_seconds + math.fsum(self.backward_seconds) + self.optimizer_seconds
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parameters, and so of all gradients."""
+        """Bytes of all parameters or all gradients."""
         return sum(self.elements) * self.element_bytes
 
     def scaled(self, *, time: float = 1.0, size: float = 1.0) -> "Profile":
-        """The same shape of step, to a budget: all times by `time`, all elements by `size`.
+        """Return the profile with all times scaled by `time` and all elements by `size`.
 
         Each parameter keeps at least one element. The source names the factors.
 
@@ -121,7 +121,7 @@ class Profile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads: plain values, a parameter as name, elements and seconds."""
+        """Return plain values for `from_json`, a parameter as name, elements and seconds."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -141,10 +141,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: object) -> "Profile":
-        """The profile that `to_json` gave.
+        """Create the profile from the result of `to_json`.
 
         Raises:
-            ValueError: It is no profile, or one of another version.
+            ValueError: It is not a profile, or has another version.
         """
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ValueError(
@@ -170,10 +170,10 @@ class Profile:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Profile":
-        """One of `PROFILES` by its name, or a file that `gossipgrad profile` wrote.
+        """Load one of `PROFILES` by its name, or a file from `gossipgrad profile`.
 
         Raises:
-            ValueError: There is neither such a name nor such a file, or it holds no profile.
+            ValueError: There is neither such a name nor such a file, or the file has no profile.
 
         Example:
             >>> round(Profile.load("resnet50").size_bytes / 1e6)

@@ -1,4 +1,4 @@
-"""Second-order optimizers whose roots are computed in the background and whose state has tiers."""
+"""Second-order optimizers with roots computed in the background and state in tiers."""
 
 from gossipgrad.second_order._coherence import RootSharing as RootSharing
 from gossipgrad.second_order._coherence import ShareStats as ShareStats

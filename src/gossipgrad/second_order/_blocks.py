@@ -1,4 +1,4 @@
-"""Parameters cut into blocks, and equal blocks stacked into units."""
+"""Parameters split into blocks, and equal blocks stacked into units."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ from gossipgrad.comm import local, widened
 __all__ = ["Block", "Unit", "cut", "make_units"]
 
 _MOST_ELEMENTS = 2**20
-"""Of the blocks of a unit: enough that small blocks are multiplied together, and so few that what
-one unit needs is small beside the rest, and that there are units to spread over a window."""
+"""Size of a unit: large enough to multiply small blocks together, and small enough that one unit
+needs little memory, and that there are units to spread over a window."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A part of one parameter, as a matrix that is not taller than wide.
+    """A part of one parameter, as a matrix with at most as many rows as columns.
 
-    Tensors of more than two dimensions are flattened to one row a first index. Of a DTensor the
+    Tensors of more than two dimensions are flattened to one row per first index. For a DTensor the
     block is a part of this rank's shard.
 
     Attributes:
-        parameter: The whole.
-        number: Which of the parameter's blocks.
-        rows: Of the parameter as a matrix.
-        columns: Of the parameter as a matrix.
+        parameter: The whole parameter.
+        number: Index among the parameter's blocks.
+        rows: Rows of the parameter as a matrix.
+        columns: Columns of the parameter as a matrix.
     """
 
     parameter: nn.Parameter
@@ -37,7 +37,7 @@ class Block:
 
     @property
     def is_turned(self) -> bool:
-        """Whether rows and columns change places."""
+        """Whether the matrix is transposed."""
         return self.rows.stop - self.rows.start > self.columns.stop - self.columns.start
 
     @property
@@ -47,19 +47,19 @@ class Block:
         return sizes[0], sizes[1]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor of the parameter's shape; a view where strides allow one."""
+        """Return this part of a tensor of the parameter's shape; a view if strides allow one."""
         part = _as_matrix(tensor)[self.rows, self.columns]
         return part.mT if self.is_turned else part
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Equal blocks of one group, whose state is stacked: one product, one refresh, one place.
+    """Equal blocks of one group with stacked state: one product, one refresh, one location.
 
     Attributes:
-        index: Among the units of the optimizer.
-        group: The place of the blocks' parameter group.
-        cohort: Which of the lots of parameters that had their first gradient in the same step.
+        index: Index among the optimizer's units.
+        group: Index of the blocks' parameter group.
+        cohort: Index of the set of parameters that had their first gradient in the same step.
         blocks: The blocks; all of one shape and type.
         step: Steps taken so far.
     """
@@ -77,7 +77,7 @@ class Unit:
         self.dtype = widened(self.blocks[0].parameter.dtype)
 
     def gather(self, rows: Sequence[int]) -> Tensor:
-        """The gradients of these blocks, stacked; not to be written."""
+        """Return the stacked gradients of these blocks; do not write to them."""
         parts = []
         for row in rows:
             block = self.blocks[row]
@@ -92,7 +92,7 @@ class Unit:
 
 
 def cut(parameter: nn.Parameter, max_dim: int) -> list[Block]:
-    """A parameter's blocks, of at most `max_dim` rows and columns, as equal as can be."""
+    """Return a parameter's blocks, of at most `max_dim` rows and columns, as equal as possible."""
     rows, columns = _as_matrix(local(parameter.detach())).shape
     pieces = [(r, c) for r in _pieces(rows, max_dim) for c in _pieces(columns, max_dim)]
     return [Block(parameter, number, r, c) for number, (r, c) in enumerate(pieces)]
@@ -101,7 +101,7 @@ def cut(parameter: nn.Parameter, max_dim: int) -> list[Block]:
 def make_units(
     parameters: Iterable[nn.Parameter], max_dim: int, *, first: int, group: int, cohort: int
 ) -> list[Unit]:
-    """Units of the blocks of these parameters; the same for the same parameters in this order."""
+    """Return units of the parameters' blocks; deterministic for the same parameters in order."""
     alike: dict[tuple[object, ...], list[Block]] = {}
     for parameter in parameters:
         for block in cut(parameter, max_dim):
@@ -121,7 +121,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _pieces(size: int, most: int) -> list[slice]:
-    """Slices of `size` places, as few as can be, that differ by at most one."""
+    """Return as few slices of `size` indices as possible, with lengths that differ by at most 1."""
     count = -(-size // most)
     ends = [size * i // count for i in range(count + 1)] if count else []
     return [slice(a, b) for a, b in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Settings of groups that are outside their range."""
+"""Checks of group settings."""
 
 import math
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ __all__ = ["check_fraction", "check_sizes"]
 
 
 def check_fraction(group: Mapping[str, Any], name: str) -> None:
-    """Raises `ValueError` for a setting that is neither None nor from 0 to below 1."""
+    """Raise `ValueError` unless a setting is None or from 0 to below 1."""
     value = group[name]
     if value is not None and not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be a number from 0 to below 1, or None")
 
 
 def check_sizes(group: Mapping[str, Any], *names: str) -> None:
-    """Raises `ValueError` for settings that are not positive and finite, or no dimension."""
+    """Raise `ValueError` for settings that are not positive and finite, or an invalid `max_dim`."""
     for name in names:
         value = group[name]
         is_whole = isinstance(value, int) and not isinstance(value, bool)

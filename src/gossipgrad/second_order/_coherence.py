@@ -1,4 +1,4 @@
-"""Roots computed once and used on all ranks, or averaged over them, along the network's nodes."""
+"""Sharing of roots: computed once and used on all ranks, or averaged over ranks."""
 
 import logging
 import math
@@ -56,50 +56,50 @@ def share_roots(
     encrypt: bool | None = None,
     start_timeout_seconds: float = 60.0,
 ) -> "RootSharing":
-    """Has ranks share the roots of a second-order optimizer; a collective.
+    """Share the roots of a second-order optimizer among ranks; a collective.
 
     With `how="owner"` each unit of blocks belongs to one rank, which computes its roots from its
-    own factors and sends them to all others. With DDP, where factors are equal, the run is that
-    without sharing, bit for bit, and each of p ranks computes 1/p of the roots. With gossip, where
-    they differ, ranks have equal bases for factors that are near each other.
+    own factors and sends them to all others. With DDP, where factors are equal, results equal those
+    without sharing bit for bit, and each of p ranks computes 1/p of the roots. With gossip, where
+    factors differ, ranks use equal bases for similar factors.
 
     With `how="mean"` each rank computes all roots from its own factors, and uses the mean over
     ranks: inside a node, between the first ranks of nodes, and back. For `gg.Shampoo`: a mean of
-    bases is no basis.
+        bases is not a basis.
 
-    No rank waits for one that is late or dead: a root that has not come `patience_seconds` after
-    its factors were copied is computed here, or that of this rank is used, and counted in
-    `stats.alone`. Where replicas have to be equal bit for bit that holds if all ranks compute the
-    same from the same numbers: processors and torch are of one kind.
+    No rank waits for a late or dead one: if a root has not arrived `patience_seconds` after its
+    factors were copied, this rank computes it or uses its own, counted in `stats.alone`. If
+    replicas have to be equal bit for bit, all ranks need the same kind of processor and the same
+    torch.
 
     Args:
         optimizer: A `gg.SOAP`, `gg.KLShampoo` or `gg.Shampoo`.
         how: `"owner"` or `"mean"`.
-        every: Refreshes of a unit from one that is shared to the next; in between each rank uses
-            its own.
-        nodes: The ranks of each node, all of them once. What goes to another node is sent once, to
-            its first rank. None: ranks of one host name are a node.
-        patience_seconds: See above; longer than a refresh takes. A rank that was late is not
-            waited for again until it has sent something.
-        process_group: Whose ranks take part; by default all. A `gg.Group` closes with the sharing.
+        every: Refreshes of a unit between two shared ones; in between each rank uses its own root.
+        nodes: The ranks of each node, each rank once. A root is sent once to each other node, to
+            its first rank. None: ranks with the same host name form a node.
+        patience_seconds: See above; must exceed the time of a refresh. After a rank was late,
+            others do not wait for it until it has sent something.
+        process_group: The ranks that take part; by default all. A `gg.Group` closes with the
+            sharing.
         transport: As in `gg.gossip()`.
         encrypt: As in `gg.gossip()`.
-        start_timeout_seconds: How long ranks wait for each other in here.
+        start_timeout_seconds: How long this call waits for the other ranks.
 
     Returns:
-        The sharing, which ends with `close()`, or a `with` statement; each rank then computes all
-        roots again.
+        The sharing, which ends with `close()` or a `with` statement; afterwards each rank computes
+        all roots.
 
     Raises:
-        ValueError: For settings that cannot be, or another optimizer.
+        ValueError: For invalid settings, or another optimizer.
         AgreementError: The ranks' optimizers or settings differ.
-        GossipError: A rank does not come in time.
+        GossipError: A rank is missing after the timeout.
 
     References:
         Asteria, arXiv:2605.16184: a block takes part in an exchange only when it is due, average
-        inside a node, between representatives, and back. Deviations: (1) `"owner"`, which that has
-        not; (2) no rank waits for another; (3) leaders send their means to each other, and not to
-        one of them.
+        inside a node, between representatives, and back. Deviations: (1) `"owner"` is ours; (2) no
+        rank waits for another; (3) leaders send their means to each other instead of to one of
+        them.
     """
     if not isinstance(optimizer, SecondOrder):
         raise ValueError(
@@ -140,14 +140,14 @@ def share_roots(
 
 @dataclass(slots=True)
 class ShareStats:
-    """What has been counted so far.
+    """The counters of a sharing.
 
     Attributes:
-        computed: Roots that this rank computed.
-        received: Roots, or means of them, that came from others and were used.
-        alone: Roots of this rank that were used because those of others were late or gone.
-        sent_bytes: Of roots, to all ranks.
-        sent_bytes_to_other_nodes: Those of them that left the node.
+        computed: Number of roots computed by this rank.
+        received: Number of roots or means that were received and used.
+        alone: Number of own roots used because those of others were late or missing.
+        sent_bytes: Bytes of roots sent to all ranks.
+        sent_bytes_to_other_nodes: Bytes of these to other nodes.
     """
 
     computed: int = 0
@@ -159,7 +159,7 @@ class ShareStats:
 
 @dataclass(slots=True, eq=False)
 class _Awaited:
-    """A root that others are to send. `own` is what this rank computed of it, if it has."""
+    """A root expected from others. `own` is this rank's result, if it has one."""
 
     unit: int
     step: int
@@ -171,7 +171,7 @@ class _Awaited:
 
 
 class RootSharing:
-    """What `share_roots()` returns; a context manager."""
+    """The sharing that `share_roots()` returns; a context manager."""
 
     def __init__(
         self,
@@ -213,11 +213,11 @@ class RootSharing:
             self._channel.watch(peer)
         self._lock = threading.Lock()
         self._awaited: dict[int, _Awaited] = {}
-        self._late: dict[int, int] = {}  # by rank, the step that it was late with
+        self._late: dict[int, int] = {}  # by rank, the step of its late root
         self._passed_on = [-1] * len(plan)
         self._finished = [-1] * len(plan)
         self._is_closed = False
-        group.barrier()  # all have a mailbox before the first mail comes
+        group.barrier()  # all ranks have a mailbox before the first mail arrives
         self._thread = threading.Thread(
             target=_listen, args=(weakref.ref(self),), name="gossipgrad-share-roots", daemon=True
         )
@@ -226,11 +226,11 @@ class RootSharing:
 
     @property
     def owners(self) -> list[int]:
-        """Which rank computes the roots of each unit, with `how="owner"`."""
+        """The rank that computes the roots of each unit, with `how="owner"`."""
         return list(self._owners)
 
     def submit(self, unit: int, step: int, compute: Compute, run: Run) -> Future[Value]:
-        """The future of a unit's root, of this rank or of others; the optimizer calls it."""
+        """Return the future of a unit's root, of any rank; called by the optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         is_planned = unit < len(self._specs) and self._specs[unit] == optimizer.parts(unit)
@@ -254,14 +254,14 @@ class RootSharing:
         return awaited.future
 
     def _is_late(self, unit: int) -> bool:
-        """Whether who sends the unit's root was late, and has sent none since."""
+        """Whether the sender of the unit's root was late, and has sent none since."""
         source, mail = self._source(unit), self._box.latest(unit)
         if mail is not None and mail.version > self._late.get(source, mail.version):
             del self._late[source]
         return source in self._late
 
     def close(self) -> None:
-        """Each rank computes all roots from now on; local, and may be called twice."""
+        """Stop sharing: each rank computes all roots from now on; local, may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -296,12 +296,12 @@ class RootSharing:
         return run(compute)
 
     def _publish(self, unit: int, step: int, future: Future[Value]) -> None:
-        """Sends a root of this rank's to its own node and the first rank of others."""
+        """Send a root of this rank to its own node and the first ranks of others."""
         if not future.cancelled() and future.exception() is None:
             self._send(unit, step, _encode(future.result()), self._near() | self._leaders())
 
     def _offer(self, awaited: _Awaited, future: Future[Value]) -> None:
-        """Sends this rank's part of a mean to the first rank of its node."""
+        """Send this rank's part of a mean to the first rank of its node."""
         if future.cancelled() or future.exception() is not None:
             self._forget(awaited)
             error = None if future.cancelled() else future.exception()
@@ -339,7 +339,7 @@ class RootSharing:
     # -- what arrives ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Listens for a moment, passes on what others need, and completes what has come."""
+        """Receive briefly, forward roots that others need, and complete arrived ones."""
         self._channel.poll(_LISTEN_SECONDS)
         if self._is_leader:
             for unit in range(len(self._specs)):
@@ -356,11 +356,11 @@ class RootSharing:
                 self._go_alone(awaited)
 
     def _source(self, unit: int) -> int:
-        """Who sends a unit's root, or its mean, to this rank in the end."""
+        """Return the rank that finally sends a unit's root or mean to this rank."""
         return self._nodes[self._node][0] if self._is_mean else self._owners[unit]
 
     def _pass_on(self, unit: int) -> None:
-        """Sends what has come from another node to the rest of this one."""
+        """Forward a root of another node to the rest of this one."""
         mail = self._box.latest(unit)
         if mail is None or mail.version <= self._passed_on[unit] or mail.sender in self._near():
             return
@@ -370,7 +370,7 @@ class RootSharing:
         self._channel.send_mail(unit, mail.version, mail.values, near)
 
     def _pass_on_mean(self, unit: int) -> None:
-        """As first rank of a node: its mean to the other first ranks, and theirs to the node."""
+        """As a node's first rank, send its mean to the others, and theirs to the node."""
         gone, specs = self._channel.gone, self._specs[unit]
         parts = [self._box.latest(self._part_key(unit, r)) for r in self._near() - gone.keys()]
         version = parts[0].version if parts[0] is not None else -1
@@ -391,7 +391,7 @@ class RootSharing:
             self._send(unit, version, _encode(mean), self._near())
 
     def _go_alone(self, awaited: _Awaited) -> None:
-        """Uses this rank's own root, if others have not sent it meanwhile."""
+        """Use this rank's own root, if others have not sent it in the meantime."""
         if self._is_mean and awaited.own is None:
             return  # it is being computed
         if not self._forget(awaited):
@@ -423,7 +423,7 @@ def _listen(reference: "weakref.ref[RootSharing]") -> None:
 
 
 def _complete(future: Future[Value], result: Value | BaseException) -> None:
-    """Gives the future its result, unless the optimizer has given it up."""
+    """Set the future's result, unless the optimizer has cancelled it."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(result, BaseException):
@@ -444,7 +444,7 @@ def _decode(values: Tensor, specs: Sequence[Spec]) -> Value:
 
 
 def _mean(values: Sequence[Value], weights: Sequence[float] | None = None) -> Value:
-    """The weighted mean, added in their order."""
+    """Return the weighted mean, summed in order."""
     weights = [1.0] * len(values) if weights is None else weights
     total = sum(weights)
     means = []
@@ -462,7 +462,7 @@ def _cost(unit: Unit) -> float:
 
 
 def _deal(costs: Sequence[float], ranks: int) -> list[int]:
-    """An owner for each unit: the largest first, each to the rank with the least work so far."""
+    """Assign an owner to each unit, the largest first, to the rank with the least work so far."""
     owners, loads = [0] * len(costs), [0.0] * ranks
     for unit in sorted(range(len(costs)), key=lambda unit: -costs[unit]):
         owners[unit] = min(range(ranks), key=lambda rank: loads[rank])
@@ -471,10 +471,10 @@ def _deal(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def _resolve_nodes(nodes: Sequence[Sequence[int]] | None, group: Group) -> list[list[int]]:
-    """The ranks of each node, those of one host name where nothing is said; a collective then.
+    """Return the ranks of each node, by default those with one host name (a collective).
 
     Raises:
-        ValueError: They are not all ranks, each once.
+        ValueError: They do not contain each rank once.
     """
     if nodes is None:
         by_host: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What SOAP and KL-Shampoo share: moments in eigenbases that a refresh turns."""
+"""The base of SOAP and KL-Shampoo: moments in eigenbases, rotated by a refresh."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,19 +23,19 @@ BASES = ("left_basis", "right_basis")
 class Eigenbasis(SecondOrder):
     """Keeps the mean of gradients in the eigenbases of the factors.
 
-    It is turned in a refresh, then, and not projected in each step.
+    A refresh rotates it, so it is not projected in each step.
 
-    The first job of a unit is an eigendecomposition, and later ones a step of orthogonal iteration
+    The first job of a unit is an eigendecomposition, later ones are a step of orthogonal iteration
     from the bases of that time.
     """
 
     is_sorted = True
     """Whether a refresh orders columns by their eigenvalues."""
     reordered: ClassVar[tuple[str, ...]] = ()
-    """What is kept of each pair of columns, and moves with them."""
+    """State of each pair of columns, which is permuted with them."""
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raises `ValueError` for settings outside their range."""
+        """Raise `ValueError` for settings out of range."""
         check_sizes(group, "max_dim")
         if isinstance(self.refresh, Background) and self.refresh.on_bound == "graft-only":
             raise ValueError(
@@ -59,7 +59,9 @@ class Eigenbasis(SecondOrder):
         factors = self.snapshot(unit, *FACTORS)
         if not self.has(unit, BASES[-1]):
             return partial(_first_bases, factors)
-        with self.use(unit, BASES, is_written=False) as bases:  # replaced as a whole, never written
+        with self.use(
+            unit, BASES, is_written=False
+        ) as bases:  # replaced as a whole, never modified
             bases = [basis.to(factors[0].device) for basis in bases]
         return partial(_next_bases, factors, bases, self.is_sorted)
 
@@ -77,11 +79,11 @@ class Eigenbasis(SecondOrder):
             for name, basis in new.items():
                 self.put(unit, name, basis)
             return
-        with (  # all is on the device before anything is written: a full disk leaves no half of it
+        with (  # load everything before a write: a full disk leaves no partial update
             self.use(unit, BASES, is_written=False) as (old_left, old_right),
             self.use(unit, ("moment", *self.reordered)) as (moment, *others),
         ):
-            # from left to right: cheaper than the products of bases, which are not less square
+            # left to right is cheaper than products of bases
             moment.copy_(left.mT @ (old_left @ moment @ old_right.mT) @ right)
             for each in others:
                 rows = each.gather(1, left_order.unsqueeze(2).expand_as(each))

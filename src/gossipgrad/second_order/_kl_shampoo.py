@@ -32,22 +32,22 @@ class KLShampoo(Eigenbasis):
 
     and the same for $R$ and $d_R$ with m. Eigenvalues start at 0.1 and change in every step, each
     with those of before the step; $d^{-1/2}$ is at most the number of rows (columns), itself taken
-    between 10 and 4000. There is neither Adam nor a bias correction nor grafting. First step,
-    bases, blocks, state and DTensors are as in `gg.SOAP`, with $m + n$ eigenvalues in place of
-    $m n$ second moments.
+    between 10 and 4000. It uses no Adam, bias correction or grafting. First step, bases, blocks,
+    state and DTensors are as in `gg.SOAP`, with $m + n$ eigenvalues instead of $m n$ second
+    moments.
 
     Args:
         params: See `gg.SOAP`; the role is `"kl_shampoo"`.
-        lr: Of all parameters.
+        lr: Learning rate of all parameters.
         betas: $b_1$ and $b$, also of AdamW.
         eps: $d_L^{-1/2} d_R^{-1/2}$ is divided by one and eps times itself; also of AdamW.
-        weight_decay: Decoupled, of all parameters.
-        max_dim: Of blocks, at least 1.
-        refresh: When bases are computed, and by whom: `Synchronous` (default), `Staggered`,
+        weight_decay: Decoupled weight decay of all parameters.
+        max_dim: Largest dimension of blocks, at least 1.
+        refresh: When and where bases are computed: `Synchronous` (default), `Staggered`,
             `Background`.
-        storage: Where state lives; None: on the parameters' device.
-        matrices: Patterns of names that are KL-Shampoo's whatever they are.
-        adamw: Patterns of names that are AdamW's whatever they are.
+        storage: Tiers of the state; None: on the parameters' device.
+        matrices: Patterns of names that KL-Shampoo always updates.
+        adamw: Patterns of names that AdamW always updates.
 
     Raises:
         ValueError: See `gg.SOAP`.
@@ -55,8 +55,8 @@ class KLShampoo(Eigenbasis):
     References:
         Lin et al., Understanding and Improving the Shampoo Optimizer via Kullback-Leibler
         Minimization, 2025, and its published code, for matrices. Deviations: (1) blocks of
-        `max_dim`; (2) the mean of gradients is kept in the bases and turned with them; (3) fp32
-        where the code has bf16; (4) weight decay acts before the update and not after it.
+        `max_dim`; (2) the mean of gradients is kept in the bases and rotated with them; (3) fp32
+        where the code has bf16; (4) weight decay is applied before the update instead of after it.
     """
 
     role = "kl_shampoo"
@@ -133,5 +133,5 @@ class KLShampoo(Eigenbasis):
 
 
 def _lowest(size: int) -> float:
-    """Of eigenvalues: their inverse roots are bounded as published."""
+    """Return inverse roots of eigenvalues, bounded as published."""
     return max(10, min(size, 4000)) ** -2.0

@@ -1,4 +1,4 @@
-"""What the second-order optimizers share: units, when roots are renewed, where state lives."""
+"""The base of second-order optimizers: units, refreshes of roots, and storage of state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,21 +34,20 @@ Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], T
 class SecondOrder(MatrixOptimizer):
     """The base of `SOAP`, `KLShampoo` and `Shampoo`.
 
-    A subclass names the tensors that it keeps for a unit (`shapes`), updates a unit
-    (`update_unit`), makes the job that computes its roots (`make_job`) and takes up their result
-    (`apply_root`).
+    A subclass defines the tensors of a unit (`shapes`), updates a unit (`update_unit`), creates the
+    job that computes its roots (`make_job`) and applies its result (`apply_root`).
 
-    Blocks that have no gradient in a step keep their weights and their state; their unit counts the
-    step, though, for its bias correction and for the age of its roots, unless none of its blocks
-    has a gradient. Parameters join units of their own in the step of their first gradient.
+    Blocks without a gradient in a step keep their weights and state; their unit still counts the
+    step, for its bias correction and the age of its roots, unless none of its blocks has a
+    gradient. New units are created for parameters in the step of their first gradient.
 
     Args:
         params: See `MatrixOptimizer`.
-        settings: Of groups of matrices, with `"max_dim"`.
-        adamw_settings: Of groups of the rest.
-        weight_decay: Decoupled, of all parameters.
-        refresh: When roots are computed, and by whom.
-        storage: Where state lives; None: on the device of the parameters.
+        settings: Settings of groups of matrices, with `"max_dim"`.
+        adamw_settings: Settings of groups of the rest.
+        weight_decay: Decoupled weight decay of all parameters.
+        refresh: When and where roots are computed.
+        storage: Tiers of the state; None: on the parameters' device.
         matrices: Patterns of names.
         adamw: Patterns of names.
     """
@@ -91,14 +90,15 @@ class SecondOrder(MatrixOptimizer):
 
     can_resize = False
     roots_have_a_mean: ClassVar[bool] = False
-    """Whether a mean of several ranks' roots is one."""
+    """Whether a mean of several ranks' roots is a root."""
     averaged: ClassVar[tuple[str, ...]] = ("left", "right")
-    """What of a unit may be averaged over ranks, because it is in no basis of a rank's own."""
+    """Tensors of a unit that may be averaged over ranks, as they do not depend on a rank's
+    basis."""
 
     # -- what a subclass does ----------------------------------------------------------------------
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
-        """What is kept for each block of a unit: names and shapes."""
+        """Return names and shapes of the tensors of each block of a unit."""
         raise NotImplementedError
 
     def update_unit(
@@ -108,22 +108,22 @@ class SecondOrder(MatrixOptimizer):
         gradient: Tensor,
         rows: Sequence[int] | None,
     ) -> tuple[Tensor, float] | None:
-        """Takes gradients in; what to subtract from the blocks, and times what.
+        """Process gradients; return the update to subtract from the blocks, and its factor.
 
         Args:
             unit: The unit.
-            group: Its settings.
-            gradient: One matrix a block, not to be written.
-            rows: Which blocks these are; None: all.
+            group: The settings of its group.
+            gradient: One matrix per block; do not write to it.
+            rows: Indices of these blocks; None: all.
         """
         raise NotImplementedError
 
     def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
-        """What computes a unit's roots, from a snapshot of its own."""
+        """Return a function that computes a unit's roots from a snapshot."""
         raise NotImplementedError
 
     def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and types of what a job returns."""
+        """Return shapes and types of a job's result."""
         return [
             ((len(unit.blocks), *shape), unit.dtype)
             for name, shape in self.shapes(unit).items()
@@ -131,11 +131,11 @@ class SecondOrder(MatrixOptimizer):
         ]
 
     def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
-        """Puts what a job returned into the store."""
+        """Put a job's result into the store."""
         raise NotImplementedError
 
     def describe_blocks(self, group: Mapping[str, Any]) -> list[str]:
-        """Size of blocks and when roots are computed, for `repr`."""
+        """Return the size of blocks and the refresh policy, for `repr`."""
         policy = self.refresh
         late = f", {policy.max_staleness} late" if isinstance(policy, Background) else ""
         how = type(policy).__name__.lower()
@@ -145,17 +145,17 @@ class SecondOrder(MatrixOptimizer):
 
     @property
     def refresh_stats(self) -> RefreshStats:
-        """What has been counted of roots: refreshes, failures, waits, the oldest used."""
+        """Counters of roots: refreshes, failures, waits, the oldest used."""
         return self.refresher.stats
 
     @property
     def storage_stats(self) -> StoreStats:
-        """Bytes in each tier and what has been moved."""
+        """Bytes in each tier, and counters of moves."""
         return self._open_store().stats
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have gradients; returns what the closure returned.
+        """Update all parameters that have gradients; return the closure's result.
 
         Raises:
             RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; a
@@ -164,7 +164,7 @@ class SecondOrder(MatrixOptimizer):
         """
         if self._is_closed:
             raise GossipError(
-                "the optimizer was closed: close() belongs after the last step. To go on, make a "
+                "the optimizer was closed: call close() after the last step. To continue, create a "
                 "new one and load its state_dict()"
             )
         loss = None
@@ -188,21 +188,20 @@ class SecondOrder(MatrixOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer.state_dict`: plain tensors, whatever holds the state.
+        """See `torch.optim.Optimizer.state_dict`: plain tensors for any storage.
 
-        Waits for all jobs; a root that is to be taken up later is part of the state. So a run that
-        goes on and one that loads the state are equal bit for bit. Each block's tensors are
-        `"NAME.NUMBER"`.
+        Waits for all jobs; a root to be applied later is part of the state, so a run that loads the
+        state continues bit for bit. Each block's tensors are named `"NAME.NUMBER"`.
 
         Raises:
-            GossipError: A worker has not finished in its time; or the optimizer was closed, and
-                its state was on disk.
+            GossipError: A worker has not finished in time; or the optimizer was closed, and its
+                state was on disk.
         """
         with self.filled_state():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`; jobs under way are dropped.
+        """See `torch.optim.Optimizer.load_state_dict`; running jobs are dropped.
 
         Raises:
             ValueError: It is the state of another kind of optimizer, or of other parameters.
@@ -212,7 +211,7 @@ class SecondOrder(MatrixOptimizer):
 
     @property
     def sharing(self) -> "RootSharing | None":
-        """What shares roots with other ranks, while something does: see `gg.share_roots()`."""
+        """The current sharing of roots with other ranks, or None: see `gg.share_roots()`."""
         return self.__dict__.get("_sharing")
 
     @sharing.setter
@@ -222,7 +221,7 @@ class SecondOrder(MatrixOptimizer):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Gets a span of time for each root, such as a `gossipgrad.trace.Trace`."""
+        """A recorder of a span for each root, such as a `gossipgrad.trace.Trace`."""
         return self.__dict__.get("_recorder")
 
     @recorder.setter
@@ -230,12 +229,12 @@ class SecondOrder(MatrixOptimizer):
         self._recorder = self.refresher.recorder = recorder
 
     def state_to_average(self) -> Iterator[Averaged]:
-        """What `gg.gossip(payload="weights+state")` averages: factors, and AdamW's moments.
+        """Return the state that `gg.gossip(payload="weights+state")` averages.
 
-        Moments in the bases of a rank's own stay its own.
+        These are factors and AdamW's moments. Moments in a rank's own bases are not averaged.
 
         Raises:
-            GossipError: State is in tiers, and not all of it on the device.
+            GossipError: State is in tiers, not only on the device.
         """
         if self.storage is not None:
             raise GossipError(
@@ -261,9 +260,9 @@ class SecondOrder(MatrixOptimizer):
                             yield parameter, key, shape, dtype, read
 
     def plan(self) -> list[Unit]:
-        """The units, those that there will be if all parameters have gradients in the first step.
+        """Return the units; before the first step those if all parameters have gradients.
 
-        They are then not the objects that the optimizer will have.
+        In that case they are not the objects that the optimizer will use.
         """
         units = list(self._units)
         for place, group in enumerate(self.param_groups):
@@ -273,13 +272,13 @@ class SecondOrder(MatrixOptimizer):
         return units
 
     def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and types of the roots of a unit that there is."""
+        """Return shapes and types of an existing unit's roots."""
         return self.root_parts(self._units[index])
 
     def close(self) -> None:
-        """Ends threads and frees files; no step can be taken afterwards. May be called twice.
+        """End threads and free files; no further step is possible. May be called twice.
 
-        `state_dict()` still works, but with a disk tier, whose state is lost.
+        `state_dict()` still works, except with a disk tier, whose state is lost.
         """
         self._is_closed = True
         self.refresher.close()
@@ -297,7 +296,7 @@ class SecondOrder(MatrixOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "refresh" in state:  # a copy, and not torch's load_state_dict()
+        if "refresh" in state:  # a copy, not torch's load_state_dict()
             self._start_anew()
             self.take_state()
 
@@ -312,7 +311,7 @@ class SecondOrder(MatrixOptimizer):
         *,
         is_written: bool = True,
     ) -> Iterator[list[Tensor]]:
-        """A unit's tensors on the device, those rows of them; what is written in place is kept."""
+        """Yield rows of a unit's tensors on the device; in-place changes are kept."""
         keys = [(unit.index, name) for name in names]
         with self._open_store().use(keys, is_written=is_written) as stacks:
             if rows is None:
@@ -325,21 +324,21 @@ class SecondOrder(MatrixOptimizer):
                     stack[rows] = part
 
     def has(self, unit: Unit, name: str) -> bool:
-        """Whether there is such a tensor yet: roots come with the first refresh."""
+        """Whether the tensor exists: roots exist after the first refresh."""
         return (unit.index, name) in self._open_store()
 
     def put(self, unit: Unit, name: str, tensor: Tensor) -> None:
-        """Keeps a new tensor for a unit."""
+        """Store a new tensor for a unit."""
         self._open_store().put((unit.index, name), tensor)
 
     def renew(self, unit: Unit, group: Mapping[str, Any], step: int) -> Root | None:
-        """Has the unit's roots computed if they are due, and those to use in this step taken up."""
+        """Submit the unit's roots if they are due, and apply those for this step."""
         if self.refresher.is_due(unit.index, step):
             self.refresher.submit(unit.index, step, self.make_job(unit, group))
         return self.refresher.current(unit.index, step)
 
     def snapshot(self, unit: Unit, *names: str) -> list[Tensor]:
-        """Copies of tensors of a unit, on the host if workers compute there."""
+        """Copy tensors of a unit, to the host if workers compute there."""
         with self.use(unit, names, is_written=False) as tensors:
             is_far = isinstance(self.refresh, Background)
             return [t.to("cpu", copy=True) if is_far else t.clone() for t in tensors]
@@ -362,7 +361,7 @@ class SecondOrder(MatrixOptimizer):
         return self.store
 
     def _check_budget(self) -> None:
-        """Raises `ValueError` at once where a unit will not fit the device's budget."""
+        """Raise `ValueError` early if a unit does not fit the device's budget."""
         if self.storage is None or self.storage.device_bytes is None:
             return
         largest = 0
@@ -376,7 +375,7 @@ class SecondOrder(MatrixOptimizer):
         units = make_units(
             parameters, group["max_dim"], first=len(self._units), group=place, cohort=cohort
         )
-        for unit in units:  # first what can fail: then they can be added again
+        for unit in units:  # the part that can fail comes first, so that it can be repeated
             for name, shape in self.shapes(unit).items():
                 if not _is_root(name):
                     device = unit.blocks[0].parameter.device
@@ -394,7 +393,7 @@ class SecondOrder(MatrixOptimizer):
         return self.state.get(parameter, {}).get(name)
 
     def _read_block(self, block: Block, name: str) -> Tensor | None:
-        """A block's tensor itself, None before its first gradient."""
+        """Return a block's tensor itself, None before its first gradient."""
         place = self._places.get((block.parameter, block.number))
         if place is None:
             return None
@@ -418,7 +417,7 @@ class SecondOrder(MatrixOptimizer):
             whole = local(block.parameter)
             matrix = whole if whole.ndim == 2 else whole.flatten(1)
             self.subtract(block.of(matrix), each, lr * factor, lr * group["weight_decay"])
-            if matrix.data_ptr() != whole.data_ptr():  # channels last: it was a copy
+            if matrix.data_ptr() != whole.data_ptr():  # channels last: the matrix was a copy
                 whole.copy_(matrix.view(whole.shape))
 
     def _publish(self, index: int, root: Root) -> None:
@@ -426,7 +425,7 @@ class SecondOrder(MatrixOptimizer):
 
     @contextmanager
     def filled_state(self) -> Iterator[None]:
-        """Inside, `state` has what the store has, one dictionary a parameter, as torch expects."""
+        """Fill `state` from the store inside, one dictionary per parameter, as torch expects."""
         if self._is_closed and self.storage is not None and self.storage.disk is not None:
             raise GossipError(
                 "the optimizer was closed, and with that its state on disk is gone: call "
@@ -453,7 +452,7 @@ class SecondOrder(MatrixOptimizer):
                 self.state.pop(parameter, None)
 
     def take_state(self) -> None:
-        """The other way round: builds units from `state`, which is empty of them afterwards."""
+        """Build units from `state`, and remove their entries from it."""
         self.close()
         self._start_anew()
         states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -486,7 +485,7 @@ class SecondOrder(MatrixOptimizer):
         self.refresher.load_state_dict(counts, pending=pending)
 
     def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
-        """What a job had computed when the state was saved, and no step had taken up."""
+        """Read the result of a job that no step had applied when the state was saved."""
         blocks = list(zip(unit.blocks, states, strict=True))
         if f"pending0.{unit.blocks[0].number}" not in states[0]:
             return None
@@ -517,7 +516,7 @@ _COUNTS = ("versions", "steps", "submitted", "failures")
 
 
 def _is_root(name: str) -> bool:
-    """Whether it comes with a refresh, and not with the unit."""
+    """Whether it is created by a refresh, not with the unit."""
     return name.endswith(("_basis", "_root"))
 
 

@@ -46,7 +46,7 @@ Matrix = Float[Tensor, "m n"]
 
 
 class _Refreshed:
-    """Roots or bases, computed every T calls and used from D calls later; the first at once."""
+    """Roots or bases, computed every T calls and used from D calls later; the first immediately."""
 
     def __init__(self, T: int, D: int) -> None:
         self.T, self.D = T, D

@@ -1,4 +1,4 @@
-"""When roots of preconditioners are computed, by whom, and how old they may be."""
+"""Refresh policies: when and where roots of preconditioners are computed, and their age."""
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ OnBound = Literal["block", "synchronous", "graft-only"]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """All roots are computed in the step that is due, which waits for them.
+    """Computes all roots in the step in which they are due, which waits for them.
 
     Args:
         every: Steps from one refresh to the next, at least 1.
@@ -57,7 +57,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Staggered:
-    """Each step computes the roots of its share of units, so that no step computes all.
+    """Computes the roots of a share of units in each step, so that no step computes all.
 
     Unit u is due in steps k with k mod every = u mod every, and in its first one.
 
@@ -76,30 +76,29 @@ class Staggered:
 
 @dataclass(frozen=True)
 class Background:
-    """Roots are computed by worker threads, from a snapshot; a step waits only at the age bound.
+    """Computes roots in worker threads from a snapshot; a step waits only at the age bound.
 
-    Units are due as in `Staggered`. A root that is used is never older than
-    `every - 1 + max_staleness` steps, counted from the step whose factors it was computed from.
-    `max_staleness=0` is `Synchronous`, bit for bit.
+    Units are due as in `Staggered`. A root in use is never older than `every - 1 + max_staleness`
+    steps, counted from the step whose factors it was computed from. `max_staleness=0` is
+    `Synchronous`, bit for bit.
 
     Args:
         every: Steps from one refresh of a unit to the next, at least 1.
         max_staleness: Steps that a root may take to compute, at least 0.
         workers: Threads, at least 1; each computes on one core.
-        on_bound: What a step does with a unit whose root would be too old: `"block"` waits for
-            the worker, `"synchronous"` computes it in the step, and `"graft-only"` takes the step
+        on_bound: Action of a step for a unit whose root would be too old: `"block"` waits for the
+            worker, `"synchronous"` computes it in the step, and `"graft-only"` makes the step
             without a preconditioner.
-        executor: Runs the jobs in place of threads of the optimizer's own: an `Executor` of
-            threads, or `Deterministic`. It is the caller's to shut down.
+        executor: Runs the jobs instead of the optimizer's own threads: an `Executor` of threads, or
+            `Deterministic`. The caller has to shut it down.
         fixed_delay: True: a root is used from exactly `max_staleness` steps after its snapshot,
-            so that a run repeats bit for bit and all ranks change roots in the same step. False:
-            as soon as it is there. None: True where there are several ranks: in the default
-            process group, or that share roots. With
-            `"graft-only"` it cannot be True.
+            so that a run repeats bit for bit and all ranks change roots in the same step. False: as
+            soon as it is ready. None: True with several ranks in the default process group, or with
+            shared roots. With `"graft-only"` it cannot be True.
         timeout_seconds: How long `"block"` waits before it raises.
 
     Raises:
-        ValueError: For numbers outside their range, or an unknown `on_bound`.
+        ValueError: For numbers out of range, or an unknown `on_bound`.
     """
 
     every: int = 10
@@ -133,13 +132,13 @@ Policy = Synchronous | Staggered | Background
 
 
 class Deterministic(Executor):
-    """Jobs complete a chosen number of steps after their submission: staleness that repeats.
+    """Completes jobs a given number of steps after their submission: reproducible staleness.
 
-    For tests and studies of staleness. A job is run at once, in the thread that submits it, and
-    its root is taken up as if it had come later.
+    For tests and studies of staleness. A job runs immediately, in the thread that submits it, and
+    its root is applied later.
 
     Args:
-        delay: Steps, or a function of unit and step that says how many.
+        delay: Number of steps, or a function of unit and step.
 
     Raises:
         ValueError: For a delay below 0.
@@ -156,11 +155,11 @@ class Deterministic(Executor):
         self._delay = delay
 
     def delay(self, unit: int, step: int) -> int:
-        """Steps from the submission of a unit's job to its completion."""
+        """Return the steps from the submission of a unit's job to its completion."""
         return self._delay(unit, step) if callable(self._delay) else self._delay
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Runs it now."""
+        """Run it now."""
         future: Future[Any] = Future()
         _run(future, lambda: fn(*args, **kwargs))
         return future
@@ -168,12 +167,12 @@ class Deterministic(Executor):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Root:
-    """What was computed from the factors of a unit; replaced as a whole, never written in place.
+    """The result computed from the factors of a unit; replaced as a whole, never modified.
 
     Attributes:
-        version: Counts the roots of the unit, from 1.
+        version: Number of the unit's root, from 1.
         step: The step whose factors it was computed from.
-        value: Roots or bases; empty where `Refresher` hands them to its `publish`.
+        value: Roots or bases; empty if `Refresher` passes them to `publish`.
     """
 
     version: int
@@ -183,16 +182,16 @@ class Root:
 
 @dataclass(slots=True)
 class RefreshStats:
-    """What has been counted so far.
+    """The counters of a refresher.
 
     Attributes:
-        refreshes: Roots taken up.
-        failed: Jobs that raised or whose result was not finite.
+        refreshes: Number of applied roots.
+        failed: Number of jobs that raised or whose result was not finite.
         waits: How often a step waited for a worker at the age bound.
-        waited_seconds: How long, in all.
-        synchronous: Roots that a step computed itself at the age bound.
-        graft_only: Steps of a unit without a root, at the age bound.
-        oldest: The highest age, in steps, of a root that was used.
+        waited_seconds: Total time of these waits.
+        synchronous: Number of roots that a step computed itself at the age bound.
+        graft_only: Number of steps of a unit without a root, at the age bound.
+        oldest: The highest age, in steps, of a used root.
     """
 
     refreshes: int = 0
@@ -222,28 +221,29 @@ class _Unit:
 
 
 class Refresher:
-    """Keeps the current root of each unit, and has it computed anew as the policy says.
+    """Keeps the current root of each unit, and refreshes it by the policy.
 
-    One thread, that of the optimizer, calls it: in each step and for each unit `is_due`, `submit`
-    if it is, and `current`. The first root of a unit is always computed in its step.
+    The optimizer's thread calls it: in each step and for each unit `is_due`, then `submit` if it is
+    due, and `current`. The first root of a unit is always computed in its step.
 
-    A job that raises, or whose result is not finite, leaves the old root, and is tried again with
-    the factors of the next step. The age bound of a unit whose jobs fail is `every` steps higher;
-    past it `current` raises, or returns None with `on_bound="graft-only"`.
+    A job that raises, or whose result is not finite, leaves the old root, and is retried with the
+    factors of the next step. The age bound of a unit whose jobs fail is `every` steps higher; past
+    it `current` raises, or returns None with `on_bound="graft-only"`.
 
     Args:
-        policy: One of the three.
-        units: How many.
-        publish: Called by the optimizer's thread with each root that is taken up; the refresher
-            then keeps its version and step alone. For values that live in a `Store`.
-        has_peers: Whether other ranks must take up roots in the same steps; None: whether there
-            are several in the default process group, or something shares, in the first job.
+        policy: One of the three policies.
+        units: Number of units.
+        publish: Called by the optimizer's thread with each applied root; the refresher then keeps
+            only its version and step. For values in a `Store`.
+        has_peers: Whether other ranks must apply roots in the same steps; None: determined at the
+            first job by the default process group, or sharing.
 
     Attributes:
-        policy: When and by whom.
-        stats: What has been counted.
-        share: Has ranks share the work: called with unit, step, the job, and what runs it here,
-            for each job; returns the future of its result. None: each rank computes all.
+        policy: The refresh policy.
+        stats: The counters.
+        share: Shares the work among ranks: called for each job with unit, step, the job, and a
+            function that runs it here; returns the future of its result. None: each rank computes
+            all.
         recorder: Gets a span for each job, `"root"`, and for each wait, `"wait for root"`.
     """
 
@@ -277,15 +277,14 @@ class Refresher:
             self._spread = 1
 
     def grow(self, units: int) -> None:
-        """Makes room for more units, up to so many in all; those that there are stay."""
+        """Add units up to a total number; existing ones are unchanged."""
         self._units += [_Unit() for _ in range(units - len(self._units))]
 
     def is_due(self, unit: int, step: int) -> bool:
-        """Whether the unit's root is to be computed from the factors of this step.
+        """Whether the unit's root is due from the factors of this step.
 
-        It is in the unit's first step, in its phase of each window, after a job that failed, and
-        where steps were left out; never while a job is under way. So a step that raised can be
-        taken again.
+        It is due in the unit's first step, in its phase of each window, after a failed job, and
+        after skipped steps; never while a job is running. So a step that raised can be repeated.
         """
         held = self._units[unit]
         self._take_up(unit, step)
@@ -297,13 +296,13 @@ class Refresher:
         return step >= last + 1 + (unit % self._spread - last - 1) % self.policy.every
 
     def submit(self, unit: int, step: int, compute: Compute) -> None:
-        """Has a unit's root computed: here, or by a worker.
+        """Submit a unit's root: compute it here, or by a worker.
 
         Args:
-            unit: Which.
-            step: The present one.
-            compute: Returns the new tensors; it must hold a snapshot of its own, because it may
-                run while later steps change the factors.
+            unit: Index of the unit.
+            step: The current step.
+            compute: Returns the new tensors; it must hold a snapshot, because it may run while
+                later steps change the factors.
 
         Raises:
             GossipError: It failed, and the unit has no root yet.
@@ -316,12 +315,12 @@ class Refresher:
             raise self._no_root(unit) from held.error
 
     def current(self, unit: int, step: int) -> Root | None:
-        """The root to use in this step; None: take the step without one.
+        """Return the root to use in this step; None: make the step without one.
 
         Raises:
             GossipError: At the age bound with `on_bound="block"` the worker has not finished in
-                `timeout_seconds`; or all jobs since have failed. Factors and weights are as they
-                were; a later step tries again.
+                `timeout_seconds`; or all jobs since have failed. Factors and weights are unchanged;
+                a later step retries.
         """
         held, policy = self._units[unit], self.policy
         self._take_up(unit, step)
@@ -336,7 +335,7 @@ class Refresher:
         return held.root
 
     def drain(self) -> None:
-        """Waits until all jobs are done; roots are taken up when they would have been.
+        """Wait until all jobs are done; roots are still applied at their own time.
 
         Raises:
             GossipError: A worker has not finished in `timeout_seconds`.
@@ -347,7 +346,7 @@ class Refresher:
                 self._finish(unit)  # it failed
 
     def state_dict(self) -> dict[str, Any]:
-        """Versions and steps, -1 where there is no root yet, after `drain()`; without values."""
+        """Return versions and steps, -1 without a root, after `drain()`; without values."""
         self.drain()
         roots = [held.root for held in self._units]
         return {
@@ -358,7 +357,7 @@ class Refresher:
         }
 
     def pending(self, unit: int) -> Value | None:
-        """What the unit's job has computed and no step has taken up yet, after `drain()`."""
+        """Return the unit's computed root that no step has applied yet, after `drain()`."""
         job = self._units[unit].job
         return None if job is None else job.future.result()
 
@@ -368,15 +367,15 @@ class Refresher:
         values: Sequence[Value] | None = None,
         pending: Sequence[Value | None] = (),
     ) -> None:
-        """Takes versions and steps, and values, one tuple a unit, where they are not published.
+        """Load versions and steps, and values, one tuple per unit, if they are not published.
 
         Args:
-            state: What `state_dict()` gave.
-            values: Of the roots; None: they are published.
-            pending: What `pending()` gave of each unit.
+            state: The result of `state_dict()`.
+            values: Values of the roots; None: they are published.
+            pending: The result of `pending()` for each unit.
 
         Raises:
-            ValueError: It is the state of another number of units.
+            ValueError: It has another number of units.
         """
         if len(state["versions"]) != len(self._units):
             raise ValueError(
@@ -395,7 +394,7 @@ class Refresher:
                 self._units[unit].job = job
 
     def close(self) -> None:
-        """Ends the refresher's own workers; what they compute is dropped. May be called twice."""
+        """End the refresher's own workers; their results are dropped. May be called twice."""
         for held in self._units:
             if held.job is not None:
                 held.job.future.cancel()
@@ -415,7 +414,7 @@ class Refresher:
         return _Job(step, step if is_here else self._earliest(unit, step), compute, future)
 
     def _earliest(self, unit: int, step: int) -> int:
-        """When the root of a job of this step may be taken up."""
+        """Return the step in which the root of a job of this step may be applied."""
         if isinstance(self._executor, Deterministic):
             return step + self._executor.delay(unit, step)
         if self._is_fixed is None:
@@ -427,7 +426,7 @@ class Refresher:
         assert self._executor is not None
         try:
             return self._executor.submit(_checked, compute)
-        except RuntimeError as error:  # it is broken or shut down
+        except RuntimeError as error:  # the executor is broken or shut down
             future: Future[Value] = Future()
             future.set_exception(error)
             return future
@@ -442,7 +441,7 @@ class Refresher:
             )
 
     def _take_up(self, unit: int, step: int) -> None:
-        """Publishes the root of a job that is done, if it is time; waits for a fixed time."""
+        """Publish the root of a finished job at its time; wait for a fixed delay."""
         job = self._units[unit].job
         if job is None or step < job.earliest:
             return
@@ -452,7 +451,7 @@ class Refresher:
             self._wait_or_compute(unit)
 
     def _finish(self, unit: int) -> None:
-        """Publishes the root of the job, which is done, or counts that it failed."""
+        """Publish the root of a finished job, or count its failure."""
         held = self._units[unit]
         job, held.job = held.job, None
         assert job is not None
@@ -471,10 +470,10 @@ class Refresher:
         self.stats.refreshes += 1
 
     def _await(self, unit: int, seconds: float) -> BaseException | None:
-        """Waits for the job; what it failed with.
+        """Wait for the job; return its error.
 
         Raises:
-            GossipError: It is not done after so many seconds.
+            GossipError: It is not done after the timeout.
         """
         job = self._units[unit].job
         assert job is not None
@@ -488,7 +487,7 @@ class Refresher:
             ) from None
 
     def _wait_or_compute(self, unit: int) -> None:
-        """Has the job done now, as `on_bound` says."""
+        """Finish the job now, as `on_bound` says."""
         job, policy = self._units[unit].job, self.policy
         assert job is not None
         assert isinstance(policy, Background)
@@ -505,8 +504,8 @@ class Refresher:
             self._finish(unit)
         if policy.on_bound != "synchronous":
             return
-        job.future.cancel()  # from the same snapshot: the result is what the worker's would be
-        job.future = Future()  # complete also if Ctrl-C comes meanwhile: the job has then failed
+        job.future.cancel()  # the same snapshot gives the same result as the worker's
+        job.future = Future()  # complete even after Ctrl-C: the job has then failed
         _run(job.future, partial(_checked, job.compute))
         self.stats.synchronous += 1
         self._finish(unit)
@@ -530,10 +529,10 @@ class Refresher:
 
 
 class _Workers:
-    """Threads that compute one job at a time, on one core each, behind the training thread.
+    """Threads that compute one job at a time, on one core each, at lower priority than training.
 
-    They start with the first job. They are daemons that `close`, or the end of the process, joins
-    for some seconds: a job that hangs must not keep a process from ending.
+    They start with the first job. They are daemons that `close` or the end of the process joins for
+    some seconds: a job that hangs must not keep a process from ending.
     """
 
     def __init__(self, count: int) -> None:
@@ -561,11 +560,11 @@ class _Workers:
 
 
 _CLOSE_SECONDS = 10.0
-"""How long a job that is under way may hold up `close()`."""
+"""How long a running job may delay `close()`."""
 
 
 def _end(jobs: "queue.SimpleQueue[Any]", threads: list[threading.Thread], owner: int) -> None:
-    if os.getpid() != owner:  # a fork has none of the threads
+    if os.getpid() != owner:  # a forked child has none of the threads
         return
     with contextlib.suppress(queue.Empty):
         while True:
@@ -579,9 +578,9 @@ def _end(jobs: "queue.SimpleQueue[Any]", threads: list[threading.Thread], owner:
 
 
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:
-    torch.set_num_threads(1)  # of this thread alone
+    torch.set_num_threads(1)  # for this thread only
     with contextlib.suppress(OSError, AttributeError):
-        thread = threading.get_native_id()  # on Linux each has a priority of its own
+        thread = threading.get_native_id()  # on Linux each thread has its own priority
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
     while (job := jobs.get()) is not None:
         _run(*job)
@@ -595,14 +594,14 @@ def _run_here(compute: Compute) -> Future[Value]:
 
 
 def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
-    """Runs it and completes the future, unless that was cancelled."""
+    """Run it and complete the future, unless that was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = compute()
     except Exception as error:
         future.set_exception(error)
-    except BaseException as error:  # the thread lives on, and the step hears of it
+    except BaseException as error:  # the thread continues, and the step gets the error
         future.set_exception(error)
         if threading.current_thread() is threading.main_thread():
             raise
@@ -620,10 +619,10 @@ def _recorded(recorder: Recorder, compute: Compute, unit: int, step: int) -> Val
 
 @torch.no_grad()
 def _checked(compute: Compute) -> tuple[Tensor, ...]:
-    """What it returns, if that is finite; contiguous, so that bits are those of a copy's products.
+    """Return its result if finite; contiguous, so that products equal those of a copy bit for bit.
 
     Raises:
-        ArithmeticError: It is not.
+        ArithmeticError: It is not finite.
     """
     value = tuple(tensor.contiguous() for tensor in compute())
     for tensor in value:

@@ -15,7 +15,7 @@ _HIGHEST_ERROR = 1e-2
 
 
 def eigenbasis(matrices: Stack) -> Stack:
-    """Eigenvectors as columns, those of large eigenvalues first; in the matrices' own type.
+    """Return eigenvectors as columns, by descending eigenvalue; in the matrices' own type.
 
     Computed in fp64 on the host, see `inverse_root` for the jitter.
     """
@@ -25,15 +25,15 @@ def eigenbasis(matrices: Stack) -> Stack:
 def power_step(
     matrices: Stack, basis: Stack, *, is_sorted: bool
 ) -> tuple[Stack, Int[Tensor, "k n"]]:
-    """One step of orthogonal iteration: the Q of `matrices @ basis`, on their device.
+    """Make one step of orthogonal iteration: the Q of `matrices @ basis`, on their device.
 
     Args:
         matrices: The matrices.
-        basis: Orthogonal ones, near their eigenvectors.
+        basis: Orthogonal matrices, near their eigenvectors.
         is_sorted: Whether columns are first ordered by their Rayleigh quotients, large ones first.
 
     Returns:
-        The new bases, and which old column each new one comes from.
+        The new bases, and the index of the old column of each new one.
     """
     product = matrices @ basis
     if is_sorted:
@@ -45,14 +45,14 @@ def power_step(
 
 
 def inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
-    """`(A + eps l I)^(-1 / root)`, l the largest eigenvalue of A; the identity for A = 0.
+    """Return `(A + eps l I)^(-1 / root)`, l the largest eigenvalue of A; the identity for A = 0.
 
     By the eigenvalues in fp64 on the host, whatever the type of the matrices. Negative eigenvalues,
-    which rounding can leave, count as 0. Should LAPACK fail to converge, it is tried again with
-    1e-10 and then 1e-6 of the mean eigenvalue added to the diagonal.
+    which rounding can leave, count as 0. If LAPACK fails to converge, it is retried with 1e-10 and
+    then 1e-6 of the mean eigenvalue added to the diagonal.
 
     Raises:
-        RuntimeError: It fails still, or a matrix is not finite.
+        RuntimeError: It still fails, or a matrix is not finite.
     """
     values, vectors = _eigh(matrices)
     largest = values[..., -1:].clamp(min=0)
@@ -62,10 +62,11 @@ def inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
 
 
 def newton_inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
-    """The same by coupled Newton iterations in the matrices' own type, on their device.
+    """Compute the same by coupled Newton iterations in the matrices' own type, on their device.
 
-    Products alone, so it suits a GPU; l is a bound, the Frobenius norm. It loses digits
-    with the condition number: about 2e-4 is left at 1e5 in fp32, where `inverse_root` has 2e-5.
+    It needs only products, so it suits a GPU; l is a bound, the Frobenius norm. It loses digits
+    with the condition number: the error is about 2e-4 at 1e5 in fp32, where `inverse_root` has
+    2e-5.
 
     Returns:
         The roots; NaN for matrices for which it did not converge.
@@ -97,7 +98,7 @@ def newton_inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
 
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors, in fp64 on the host."""
+    """Return eigenvalues, ascending, and eigenvectors, in fp64 on the host."""
     wide = matrices.detach().to("cpu", torch.float64)
     if not wide.isfinite().all():
         raise RuntimeError("a factor is not finite: a gradient was not")

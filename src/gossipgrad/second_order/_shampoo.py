@@ -1,4 +1,4 @@
-"""Shampoo: inverse roots of Kronecker factors, with the length of Adam's step."""
+"""Shampoo: inverse roots of Kronecker factors, grafted to the norm of Adam's step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,21 +43,21 @@ class Shampoo(SecondOrder):
 
     Args:
         params: See `gg.SOAP`; the role is `"shampoo"`.
-        lr: Of all parameters.
+        lr: Learning rate of all parameters.
         betas: $b_1$ and $b_2$, also of AdamW.
         shampoo_beta: $b$; None: $b_2$.
-        damping: Times the largest eigenvalue of a factor, is added to all of them.
-        graft: `"adam"`, or `"none"`: D as it is.
+        damping: Added to all eigenvalues of a factor, times the largest one.
+        graft: `"adam"`, or `"none"`: use D itself.
         root_method: `"eigh"`, in fp64 on the host; or `"newton"`, coupled Newton iterations on the
             parameters' device in their type, which needs a `damping` of 1e-5 or more.
-        eps: Of Adam's step, also of AdamW.
-        weight_decay: Decoupled, of all parameters.
-        max_dim: Of blocks, at least 1.
-        refresh: When roots are computed, and by whom: `Synchronous` (default), `Staggered`,
+        eps: Adam's eps, also of AdamW.
+        weight_decay: Decoupled weight decay of all parameters.
+        max_dim: Largest dimension of blocks, at least 1.
+        refresh: When and where roots are computed: `Synchronous` (default), `Staggered`,
             `Background`.
-        storage: Where state lives; None: on the parameters' device.
-        matrices: Patterns of names that are Shampoo's whatever they are.
-        adamw: Patterns of names that are AdamW's whatever they are.
+        storage: Tiers of the state; None: on the parameters' device.
+        matrices: Patterns of names that Shampoo always updates.
+        adamw: Patterns of names that AdamW always updates.
 
     Raises:
         ValueError: See `gg.SOAP`.
@@ -66,7 +66,7 @@ class Shampoo(SecondOrder):
         Gupta et al., Shampoo: Preconditioned stochastic tensor optimization, arXiv:1802.09568,
         Algorithm 1; Anil et al., Scalable second order optimization, arXiv:2002.09018; Shi et al.,
         A distributed data-parallel PyTorch implementation of Distributed Shampoo, arXiv:2309.06497.
-        Deviations: (1) means of the factors and not sums, as Shi et al.; (2) damping relative to
+        Deviations: (1) means of the factors instead of sums, as Shi et al.; (2) damping relative to
         the largest eigenvalue, where Shi et al. add 1e-12: a stale root then does not blow up
         directions that had no gradient when it was computed; (3) grafting per block.
     """
@@ -171,13 +171,13 @@ class Shampoo(SecondOrder):
         """See the base."""
         device = unit.blocks[0].parameter.device
         old = _ROOTS if self.has(unit, _ROOTS[-1]) else ()
-        with self.use(unit, old, is_written=False):  # on the device: then both are replaced
+        with self.use(unit, old, is_written=False):  # on the device first: then both are replaced
             for name, root in zip(_ROOTS, value, strict=True):
                 self.put(unit, name, root.to(device))
 
     @property
     def may_lack_roots(self) -> bool:
-        """Whether a step may be taken without roots."""
+        """Whether a step is possible without roots."""
         return isinstance(self.refresh, Background) and self.refresh.on_bound == "graft-only"
 
     @staticmethod

@@ -30,40 +30,40 @@ class SOAP(Eigenbasis):
         + \text{weight\_decay} \cdot X), \\
         L \leftarrow b L + (1 - b) G G^T, \quad R \leftarrow b R + (1 - b) G^T G
 
-    with $c$ Adam's bias correction. The first step of a block makes $L$ and $R$ and does not
-    update it. The bases are eigenvectors of these at the second step, and one step of orthogonal
-    iteration later when `refresh` says so, from the factors of the steps before.
+    with $c$ Adam's bias correction. The first step of a block initialises $L$ and $R$ without an
+    update. The bases are eigenvectors of these at the second step, and later one step of orthogonal
+    iteration from the factors of the steps before, when `refresh` says so.
 
-    Matrices are cut into blocks of at most `max_dim` x `max_dim`, and convolution kernels flattened
-    to one row an output; equal blocks are multiplied together. State is in fp32 (float64 for
-    float64 parameters): $2 m n$ of moments, $m (m + 1) / 2 + n (n + 1) / 2$ of factors and
-    $m^2 + n^2$ of bases for an m x n block. A DTensor (FSDP2) is cut into blocks of each rank's
-    shard, which needs no communication and is not what one rank would compute.
+    Matrices are split into blocks of at most `max_dim` x `max_dim`, and convolution kernels
+    flattened to one row per output; equal blocks are multiplied together. State is in fp32 (float64
+    for float64 parameters): $2 m n$ of moments, $m (m + 1) / 2 + n (n + 1) / 2$ of factors and $m^2
+    + n^2$ of bases for an m x n block. A DTensor (FSDP2) is split into blocks of each rank's shard,
+    which needs no communication, but differs from the result on one rank.
 
     Args:
         params: The model, whose parameters are chosen by `matrices` and `adamw`, the type of their
-            module, and their shape (see Note). Or what any optimizer takes: tensors, `(name,
-            tensor)` pairs or groups, of which matrices are SOAP's, but in groups with a `"role"`,
-            `"soap"` or `"adamw"`.
-        lr: Of all parameters.
+            module, and their shape (see Note). Or the usual tensors, `(name, tensor)` pairs or
+            groups, of which SOAP updates matrices, except in groups with a `"role"`, `"soap"` or
+            `"adamw"`.
+        lr: Learning rate of all parameters.
         betas: $b_1$ and $b_2$, also of AdamW.
         shampoo_beta: $b$; None: $b_2$.
         eps: Added to the root, also of AdamW.
-        weight_decay: Decoupled, of all parameters.
-        max_dim: Of blocks, at least 1.
-        refresh: When bases are computed, and by whom: `Synchronous` (default), `Staggered`,
+        weight_decay: Decoupled weight decay of all parameters.
+        max_dim: Largest dimension of blocks, at least 1.
+        refresh: When and where bases are computed: `Synchronous` (default), `Staggered`,
             `Background`.
-        storage: Where state lives; None: on the parameters' device.
-        matrices: Patterns of names that are SOAP's whatever they are.
-        adamw: Patterns of names that are AdamW's whatever they are.
+        storage: Tiers of the state; None: on the parameters' device.
+        matrices: Patterns of names that SOAP always updates.
+        adamw: Patterns of names that AdamW always updates.
 
     Raises:
-        ValueError: For numbers outside their range, names that no parameter has, nothing to train,
-            or a device budget below what one unit of blocks needs.
+        ValueError: If a number is out of range, no parameter has a name, there is nothing to train,
+            or the device budget is too small for one unit of blocks.
 
     Note:
-        AdamW gets vectors and scalars, the weights of `nn.Embedding` (and a head tied to one), and
-        tensors of more than two dimensions that no convolution owns.
+        AdamW updates vectors and scalars, the weights of `nn.Embedding` (and a head tied to one),
+        and tensors of more than two dimensions that belong to no convolution.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -80,10 +80,10 @@ class SOAP(Eigenbasis):
     References:
         Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, arXiv:2409.11321,
         Algorithm 3, and its published code. Deviations: (1) blocks of `max_dim`, where the paper
-        leaves out a side that is too large; (2) the mean of gradients is kept in the bases and
-        turned with them, as in the published code, where Algorithm 3 projects it in each step;
-        (3) weight decay acts before the update and not after it; (4) vectors, embeddings and
-        scalars have AdamW of their own.
+        skips a side that is too large; (2) the mean of gradients is kept in the bases and rotated
+        with them, as in the published code, where Algorithm 3 projects it in each step; (3) weight
+        decay is applied before the update instead of after it; (4) AdamW updates vectors,
+        embeddings and scalars.
     """
 
     role = "soap"

@@ -1,10 +1,10 @@
 """Symmetric matrices in half the memory: LAPACK's rectangular full packed form.
 
-A symmetric n x n matrix is cut at h = ceil(n / 2) into A11 (h x h), A21 and A22 (r x r). Stored are
-the lower triangle of A11 and the upper one of A22, which fill one rectangle of (r + 1) x h, and A21
-below it: n (n + 1) / 2 numbers, and products go straight into the parts, without an index. The sum
-of x x^T costs three quarters of the whole product, because A12 is not computed, and less where A11
-and A22 are large enough to be halved in turn.
+A symmetric n x n matrix is split at h = ceil(n / 2) into A11 (h x h), A21 and A22 (r x r). Stored
+are the lower triangle of A11 and the upper one of A22, which fill one rectangle of (r + 1) x h, and
+A21 below it: n (n + 1) / 2 numbers, and products go straight into the parts, without an index. The
+sum of x x^T costs three quarters of the whole product, because A12 is not computed, and less where
+A11 and A22 are large enough to be halved in turn.
 
 References:
     Gustavson et al., Rectangular full packed format for Cholesky's algorithm, 2010.
@@ -23,13 +23,13 @@ _LEAST = 256
 
 
 def packed_shape(n: int) -> tuple[int, int]:
-    """Rows and columns of the packed form of an n x n matrix."""
+    """Return rows and columns of the packed form of an n x n matrix."""
     h = (n + 1) // 2
     return 2 * (n - h) + 1, h
 
 
 def add_gram(packed: Packed, x: Float[Tensor, "k n c"], beta: float, alpha: float) -> None:
-    """`A <- beta A + alpha x x^T` in place, for a stack of packed matrices."""
+    """Compute `A <- beta A + alpha x x^T` in place, for a stack of packed matrices."""
     a11, a22, a21 = _parts(packed)
     h = a11.shape[-1]
     top, bottom = x[:, :h], x[:, h:]
@@ -41,7 +41,7 @@ def add_gram(packed: Packed, x: Float[Tensor, "k n c"], beta: float, alpha: floa
 
 
 def unpack(packed: Packed) -> Float[Tensor, "k n n"]:
-    """The whole matrices, new."""
+    """Return new full matrices."""
     a11, a22, a21 = _parts(packed)
     h, r = a11.shape[-1], a22.shape[-1]
     whole = packed.new_empty(len(packed), h + r, h + r)
@@ -53,7 +53,7 @@ def unpack(packed: Packed) -> Float[Tensor, "k n n"]:
 
 
 def pack(whole: Float[Tensor, "k n n"]) -> Packed:
-    """The packed form of symmetric matrices; above the diagonal they are not read."""
+    """Return the packed form of symmetric matrices; reads only the lower triangle."""
     packed = whole.new_zeros(len(whole), *packed_shape(whole.shape[-1]))
     a11, a22, a21 = _parts(packed)
     h = a11.shape[-1]
@@ -72,7 +72,7 @@ def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lower_gram(x: Float[Tensor, "k n c"]) -> Float[Tensor, "k n n"]:
-    """`x x^T`, new, of which what is above the diagonal does not count."""
+    """Return a new `x x^T`; elements above the diagonal are undefined."""
     n = x.shape[1]
     if n < _LEAST:
         return x @ x.mT

@@ -1,4 +1,4 @@
-"""State of an optimizer on the device, in host memory and on disk, each within its budget."""
+"""Optimizer state on the device, in host memory and on disk, each within its budget."""
 
 import contextlib
 import os
@@ -22,21 +22,20 @@ __all__ = ["Store", "StoreStats", "Tiers"]
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where an optimizer's state may be, and how many bytes of it.
+    """The storage tiers of an optimizer's state, and their budgets in bytes.
 
-    What fits is on the device; what is needed farthest in the future goes to the host, and from
-    there to disk. Where the device is the CPU, device and host are the same memory: the budget is
-    their sum, and without `host_bytes` what exceeds `device_bytes` goes to disk at once, if there
-    is one.
+    Tensors stay on the device while they fit; those needed last move to the host, and from there to
+    disk. If the device is the CPU, device and host are the same memory: the budget is their sum,
+    and without `host_bytes` anything beyond `device_bytes` goes to disk directly, if there is one.
 
     The disk tier is one file that has no name: it is in the folder's file system, `df` and `lsof`
-    show it, and the kernel frees it when the process ends, however it ends. It holds working
-    state, not a checkpoint.
+    show it, and the kernel frees it when the process ends in any way. It holds working state, not a
+    checkpoint.
 
     Args:
         device_bytes: Budget on the device; None: no limit.
         host_bytes: Budget in (pinned) host memory; None: no limit.
-        disk: Folder on a local disk, made if it is not there; None: no disk tier.
+        disk: Folder on a local disk, created if missing; None: no disk tier.
 
     Raises:
         ValueError: For a budget below 0, or lower tiers without a limit on the device.
@@ -64,16 +63,16 @@ class Tiers:
 
 @dataclass(slots=True)
 class StoreStats:
-    """What has been counted so far.
+    """The sizes and counters of a store.
 
     Attributes:
-        device_bytes: Resident on the device now.
-        host_bytes: Resident in host memory now.
-        disk_bytes: In the file.
-        highest_device_bytes: The most that was resident on the device at a time.
-        highest_host_bytes: The most that was resident in host memory at a time.
+        device_bytes: Bytes on the device now.
+        host_bytes: Bytes in host memory now.
+        disk_bytes: Bytes in the file.
+        highest_device_bytes: The most bytes on the device at a time.
+        highest_host_bytes: The most bytes in host memory at a time.
         loads: How often `use` had to fetch a tensor from a lower tier itself.
-        prefetched: How often the prefetching thread had done so before.
+        prefetched: How often the prefetching thread had done so already.
         evictions: How often a tensor was moved to a lower tier.
         written_bytes: Bytes written to disk.
         read_bytes: Bytes read from disk.
@@ -110,10 +109,10 @@ class _Entry:
     period: int | None = None
 
     def next_use(self, now: int) -> int:
-        """When it is expected to be used: a period after the last time.
+        """The expected time of its next use: a period after the last one.
 
-        One that is overdue is expected after as long again. One that has been used once is
-        expected last: in the first pass over the keys the newest is needed farthest ahead.
+        An overdue entry is expected after another such time. An entry used once is expected last:
+        in the first pass over the keys the newest one is needed last.
         """
         if self.period is None:
             return _FAR + self.last
@@ -126,14 +125,14 @@ _FAR = 1 << 60
 
 
 class Store:
-    """Tensors by key, of which as many are on the device as its budget allows.
+    """Tensors by key, as many on the device as its budget allows.
 
-    Without limits and disk it holds the tensors and does nothing else: no copy, no thread. It is
-    called by one thread; a thread of its own loads ahead.
+    Without limits and disk it only holds the tensors: no copies, no thread. One thread calls it; a
+    background thread prefetches.
 
     Args:
         tiers: Budgets; None: no limits.
-        device: Where `use` yields tensors.
+        device: Device of the tensors that `use` yields.
 
     Raises:
         RuntimeError: The folder of the disk tier cannot be made or written to.
@@ -176,7 +175,7 @@ class Store:
         return key in self._entries
 
     def check(self, working_set_bytes: int) -> None:
-        """Says beforehand whether so many bytes can be in use at a time.
+        """Check in advance whether so many bytes can be in use at a time.
 
         Raises:
             ValueError: They cannot.
@@ -190,9 +189,9 @@ class Store:
             )
 
     def put(self, key: Hashable, tensor: Tensor) -> None:
-        """Keeps a tensor of the store's device, itself if it is contiguous.
+        """Store a tensor of the store's device, without a copy if it is contiguous.
 
-        In place of one of the same shape that is on the device, as inside `use`, it cannot fail.
+        Replacing a tensor of the same shape on the device, as inside `use`, cannot fail.
 
         Raises:
             ValueError: It is larger than the budget of the device.
@@ -209,7 +208,7 @@ class Store:
             if old is not None and old.pins:
                 raise RuntimeError(f"{key!r} is in use and cannot be replaced")
             if old is not None:
-                old.pins += 1  # not to be moved while room is made
+                old.pins += 1  # must not be moved to make room
             try:
                 freed = old.size if old is not None and old.tier == _DEVICE else 0
                 self._make_room(_DEVICE, size - freed)
@@ -230,18 +229,18 @@ class Store:
 
     @contextmanager
     def use(self, keys: Sequence[Hashable], *, is_written: bool = True) -> Iterator[list[Tensor]]:
-        """Yields the tensors of keys on the device, where they stay for the block.
+        """Yield the tensors of keys on the device, where they stay inside the block.
 
-        They may be written in place inside, and must not be kept beyond it.
+        They may be modified in place inside, and must not be used after it.
 
         Args:
-            keys: Which; what is used together must fit the budget of the device.
-            is_written: False: they are not written, and what is on disk need not be again.
+            keys: The keys; tensors that are used together must fit the device's budget.
+            is_written: False: they are not modified, so copies on disk stay valid.
 
         Raises:
-            KeyError: A key is not there.
+            KeyError: A key does not exist.
             ValueError: Together they are larger than the budget.
-            RuntimeError: The disk is full or cannot be read; what is in memory is as it was.
+            RuntimeError: The disk is full or cannot be read; tensors in memory are unchanged.
         """
         if not self._is_tiered:
             yield [self._held(key) for key in keys]
@@ -271,7 +270,7 @@ class Store:
                     entry.is_dirty |= is_written
 
     def prefetch(self, keys: Sequence[Hashable]) -> None:
-        """Has keys loaded in a thread, as far as there is room without what is needed sooner."""
+        """Load keys in a thread, as far as they fit without evicting earlier ones."""
         if not self._is_tiered or not self._finalizer.alive:
             return
         if self._thread is None:
@@ -285,9 +284,9 @@ class Store:
         self._hints.put(tuple(keys))
 
     def close(self) -> None:
-        """Ends the thread and frees the file. May be called twice.
+        """End the thread and free the file. May be called twice.
 
-        Tensors stay where there is no disk tier; with one all are gone.
+        Without a disk tier tensors stay; with one all are lost.
         """
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -302,7 +301,7 @@ class Store:
         return tensor
 
     def _note(self, keys: Sequence[Hashable]) -> None:
-        """Keeps when keys were used, and after which others: the forecast."""
+        """Record the time and order of key uses, for the forecast."""
         self._clock += 1
         for key in keys:
             entry = self._entries[key]
@@ -314,11 +313,11 @@ class Store:
             self._before = keys[0]
 
     def _load(self, entry: _Entry) -> bool:
-        """Brings a tensor to the device; whether it was not there."""
+        """Move a tensor to the device; return whether it had to be moved."""
         if entry.tier == _DEVICE:
             return False
         tier = entry.tier
-        self._count(tier, -entry.size)  # its room below may be what another one needs
+        self._count(tier, -entry.size)  # another tensor may need its space in the lower tier
         try:
             self._make_room(_DEVICE, entry.size)
             if entry.tensor is None:
@@ -338,15 +337,15 @@ class Store:
         return True
 
     def _make_room(self, tier: int, size: int, before: int | None = None) -> None:
-        """Moves what is needed farthest in the future down, until so many bytes fit.
+        """Move tensors that are needed last to a lower tier, until so many bytes fit.
 
         Args:
-            tier: Where.
+            tier: The tier.
             size: Bytes.
-            before: Move nothing that is needed before this time.
+            before: Do not move tensors needed before this time.
 
         Raises:
-            RuntimeError: Not so much can be moved, or it cannot be written.
+            RuntimeError: Not enough can be moved, or writing fails.
         """
         budget = self._budgets[tier]
         if budget is None:
@@ -392,7 +391,7 @@ class Store:
         self.stats.evictions += 1
 
     def _has_room_on_host(self, size: int) -> bool:
-        """Makes room for so many bytes; False: it cannot, and they go to the disk."""
+        """Make room for so many bytes; return False if impossible, so that they go to disk."""
         try:
             self._make_room(_HOST, size)
         except _NoRoomError:
@@ -461,9 +460,9 @@ def _end(hints: "queue.SimpleQueue[Any]", file: "_File | None") -> None:
 
 
 class _File:
-    """Slots in a file without a name, read and written by position.
+    """Slots in an unnamed file, read and written by position.
 
-    Not mapped into memory: a full or failing disk is then an error, and not a SIGBUS.
+    Not mapped into memory: a full or failing disk then raises an error instead of SIGBUS.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -475,7 +474,7 @@ class _File:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
 
     def reserve(self, size: int) -> int:
-        """A slot of so many bytes, on disk from now on."""
+        """Allocate a slot of so many bytes on disk."""
         if self._free.get(size):
             return self._free[size].pop()
         with self._named("enlarged"):

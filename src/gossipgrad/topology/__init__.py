@@ -1,4 +1,4 @@
-"""Who meets whom in round t, and how well that mixes: pure arithmetic, nothing communicates."""
+"""Schedules of partners by round, and analysis of their mixing, by pure arithmetic."""
 
 from ._among import among as among
 from ._analysis import Analysis as Analysis

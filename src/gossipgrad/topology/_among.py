@@ -1,4 +1,4 @@
-"""A schedule after ranks have died or joined: the same rule, for the living ranks."""
+"""Schedules after ranks have died or joined: the same rule for the living ranks."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ class Among(Schedule):
     living: tuple[int, ...]
     """The ranks that take part, ascending."""
     relabelled: bool
-    """Whether `inner` speaks of positions in `living`."""
+    """Whether `inner` uses positions in `living`."""
 
     @property
     def period(self) -> int:
-        """That of the schedule among the living ranks."""
+        """The period of the schedule among the living ranks."""
         return self.inner.period
 
     @property
@@ -55,7 +55,7 @@ class Among(Schedule):
         return of_all
 
     def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`."""
+        """Return the identity of this schedule; see `Schedule.describe`."""
         return {
             "name": self.name,
             "world_size": self.world_size,
@@ -65,12 +65,12 @@ class Among(Schedule):
 
 
 def among(schedule: Schedule, living: Collection[int]) -> Schedule:
-    """The schedule among the living ranks, after others have died or joined.
+    """Return the schedule among the living ranks, after others have died or joined.
 
     A rule that takes any number of ranks runs among the living ones, each at its position among
     them, with the same seed: no rank is left out, and mixing is as fast as in a world of that size.
-    A hypercube becomes a matching where the number is no power of two. A graph or a matrix stays as
-    it is, and a rank that would meet a dead one sits the round out: whether the others are still
+    A hypercube becomes a matching if the number is not a power of two. A graph or a matrix is
+    unchanged, and a rank with a dead partner sits the round out: whether the others are still
     connected depends on the graph.
 
     Args:

@@ -24,7 +24,7 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
-    """What `analyse` found; a number of rounds is None where it takes more than `max_rounds`."""
+    """The result of `analyse`; a number of rounds is None if it exceeds `max_rounds`."""
 
     exact: bool
     """Whether the figures are exact; estimates otherwise."""
@@ -45,11 +45,11 @@ class Analysis:
 
 
 def analyse(schedule: Schedule, *, weight: float = 0.5, max_rounds: int = 1_000) -> Analysis:
-    """The figures by which schedules are compared, from round 0 on.
+    """Compute figures to compare schedules, from round 0 on.
 
     Args:
         schedule: any; 100,000 ranks take seconds.
-        weight: how much of the delta is taken; a schedule from a matrix has its own.
+        weight: the weight of the delta; a schedule from a matrix has its own.
         max_rounds: the most rounds to try.
 
     Raises:
@@ -83,7 +83,7 @@ def analyse(schedule: Schedule, *, weight: float = 0.5, max_rounds: int = 1_000)
 def mixing_product(
     schedule: Schedule, rounds: int, *, weight: float = 0.5
 ) -> Float[np.ndarray, "rank rank"]:
-    """The mixing of rounds 0 to `rounds - 1` together: the product of their matrices.
+    """Return the product of the mixing matrices of rounds 0 to `rounds - 1`.
 
     Returns:
         Shape `(world_size, world_size)`: row i says how rank i's value is made of the first ones.
@@ -96,7 +96,7 @@ def mixing_product(
 
 
 def spectral_gap(schedule: Schedule, *, weight: float = 0.5, periods: int = 4) -> float:
-    r"""How far one period is from not mixing at all: 1 is the exact average, 0 is nothing.
+    r"""Return the spectral gap of one period: 1 is the exact average, 0 is no mixing.
 
     With $L$ the period, $m$ = `periods` consecutive ones from round 0 on, each on its own
     relabelling, and the spectral norm,
@@ -132,11 +132,11 @@ def spectral_gap(schedule: Schedule, *, weight: float = 0.5, periods: int = 4) -
 
 
 def diffusion(schedule: Schedule, rounds: int) -> Float[np.ndarray, "time rank"]:
-    """The share of ranks of which each rank holds something, after 0 to `rounds` rounds.
+    """Return the share of ranks that have reached each rank, after 0 to `rounds` rounds.
 
     Args:
         schedule: any; above 256 ranks the share is that of 256 evenly spaced ranks.
-        rounds: how many.
+        rounds: the number of rounds.
 
     Returns:
         Shape `(rounds + 1, world_size)`, from about `1 / world_size` up to 1.
@@ -145,7 +145,7 @@ def diffusion(schedule: Schedule, rounds: int) -> Float[np.ndarray, "time rank"]
 
 
 def rounds_until_all_know_all(schedule: Schedule, *, max_rounds: int = 1_000) -> int | None:
-    """The first number of rounds after which every rank holds something of every other.
+    """Return the first number of rounds after which every rank has reached every other.
 
     Args:
         schedule: any; above 256 ranks "every other" are 256 evenly spaced ranks, so the answer
@@ -199,7 +199,7 @@ def _received(
 
 
 def _shares(schedule: Schedule) -> Iterator[Float[np.ndarray, " rank"]]:
-    """The share of the sources of which each rank holds something, after 0, 1, 2, ... rounds."""
+    """Yield the share of sources that have reached each rank, after 0, 1, 2, ... rounds."""
     p = schedule.world_size
     sources = np.unique(np.linspace(0, p - 1, min(p, _SAMPLED_SOURCES)).astype(np.int64))
     bits = np.zeros((p, sources.size), np.bool_)

@@ -1,4 +1,4 @@
-"""Schedules for a network that is given: a graph, or a matrix of mixing weights."""
+"""Schedules from a graph, or from a matrix of mixing weights."""
 
 import hashlib
 import json
@@ -24,9 +24,9 @@ class GivenSchedule(Schedule):
     """See `from_graph` and `from_matrix`."""
 
     partners: tuple[tuple[int, ...], ...] = field(repr=False)
-    """For each matching the partner of every rank, -1 for nobody."""
+    """For each matching the partner of every rank, -1 for none."""
     weights: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
-    """For each matching the weight that every rank takes from its partner, 0 for nobody."""
+    """For each matching the weight of every rank's partner, 0 for none."""
 
     @property
     def period(self) -> int:
@@ -49,7 +49,7 @@ class GivenSchedule(Schedule):
         return np.array(self.weights[round % self.period])
 
     def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`.
+        """Return the identity of this schedule; see `Schedule.describe`.
 
         The matchings, which may be many, are given as their SHA-256, with the weights of a matrix
         to the last bit.
@@ -68,12 +68,12 @@ class GivenSchedule(Schedule):
 
 
 def from_graph(graph: "networkx.Graph", *, seed: int = 0) -> GivenSchedule:
-    """A schedule that only ever pairs neighbours of a graph: for links that exist or are fast.
+    """Return a schedule that only pairs neighbours of a graph, such as fast links.
 
     The edges are coloured into matchings, one matching a round, always in the same order: as many
     rounds a period as the largest degree when the graph is bipartite, at most one more when it is
     not (`schedule.period` says how many). Ranks that a matching leaves out sit the round out.
-    Each edge is used once a period, with equal weight: edge attributes are not looked at.
+    Each edge is used once per period, with equal weight: edge attributes are ignored.
 
     Symmetric: a void exchange counts on neither end, so the mean survives late and dead ranks.
 
@@ -115,7 +115,7 @@ def from_graph(graph: "networkx.Graph", *, seed: int = 0) -> GivenSchedule:
 
 
 def from_matrix(weights: np.ndarray, *, seed: int = 0) -> GivenSchedule:
-    r"""A schedule from a matrix of mixing weights, such as Metropolis-Hastings weights.
+    r"""Return a schedule from a matrix of mixing weights, such as Metropolis-Hastings weights.
 
     Ranks $i$ and $j$ meet once a period if $W_{ij} > 0$ and then take $W_{ij}$ of the delta. The
     edges are coloured into matchings like those of `from_graph`.

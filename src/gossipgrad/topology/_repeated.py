@@ -1,4 +1,4 @@
-"""A schedule at another pace: each of its rounds several times, with a share of its weights."""
+"""A schedule with each round repeated, and its weights scaled."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ class Repeated(Schedule):
     inner: Schedule
     """The schedule whose rounds are repeated."""
     times: int
-    """How many rounds each of them lasts."""
+    """Number of repetitions of each round."""
     share: float
-    """What its weights are multiplied by."""
+    """Factor of its weights."""
 
     @property
     def period(self) -> int:
-        """That of the inner schedule, in rounds of this one."""
+        """The period of the inner schedule, in rounds of this one."""
         return self.inner.period * self.times
 
     @property
@@ -37,7 +37,7 @@ class Repeated(Schedule):
         return self.share * self.inner.round_weights(round // self.times, default)
 
     def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`."""
+        """Return the identity of this schedule; see `Schedule.describe`."""
         return {
             "name": self.name,
             "world_size": self.world_size,
@@ -48,12 +48,12 @@ class Repeated(Schedule):
 
 
 def repeated(schedule: Schedule, times: int, *, share: float = 1.0) -> Repeated:
-    """Each round of a schedule `times` times in a row, for what exchanges more often than once.
+    """Return a schedule with each round `times` times in a row, for several exchanges per step.
 
     Args:
-        schedule: Whose rounds.
-        times: How many rounds of this one each of them lasts, 1 or more.
-        share: What its weights are multiplied by, above 0 to 1; a half makes `W` `(I + W) / 2`.
+        schedule: The schedule to repeat.
+        times: Number of repetitions, 1 or more.
+        share: Factor of its weights, above 0 to 1; a half makes `W` `(I + W) / 2`.
 
     Raises:
         ValueError: when one of them is out of range.

@@ -1,4 +1,4 @@
-"""The schedules that need no network given: dissemination, hypercube, matching, complete, ring."""
+"""The built-in schedules: dissemination, hypercube, matching, complete, ring."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ._schedule import NOBODY, Ranks, Schedule, check_seed
 
 
 class _Rule(NamedTuple):
-    """Who meets whom by position, and in how many turns."""
+    """The partners by position, and the number of turns."""
 
     meet: Callable[[int, int, Ranks], tuple[Ranks, Ranks]]
     """Of world size, turn and positions: the positions that each sends to and receives from.
@@ -51,7 +51,7 @@ class RotatingSchedule(Schedule):
 
     @property
     def symmetric(self) -> bool:
-        """True, but for dissemination among more than two ranks."""
+        """True, except for dissemination among more than two ranks."""
         return self.name != "dissemination" or self.world_size <= 2
 
     def _peers_of_all(self, round: int) -> tuple[Ranks, Ranks]:
@@ -70,7 +70,7 @@ class RotatingSchedule(Schedule):
         return ranks_at(send_to), ranks_at(recv_from)
 
     def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`.
+        """Return the identity of this schedule; see `Schedule.describe`.
 
         The seed is None without rotation, which does not use it.
         """
@@ -83,7 +83,7 @@ class RotatingSchedule(Schedule):
 
 
 def takes_hypercube(world_size: int) -> bool:
-    """Whether a hypercube has so many corners."""
+    """Whether a hypercube can have this world size."""
     return not world_size & (world_size - 1)
 
 
@@ -107,7 +107,7 @@ def _meet_matching(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
 def _meet_complete(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
     seats = p - 1 + p % 2
     # In the circle's own order values creep along it: 256 rounds, not 7, to contract tenfold
-    # at 256 ranks. Any fixed shuffle will do.
+    # at 256 ranks. Any fixed shuffle works.
     shift = int(relabelling(seats, seed=0, index=0).rank_at[turn])
     partner = (2 * shift - position) % seats
     # On the circle position `shift` would meet itself: it meets the one without a seat.
@@ -140,14 +140,14 @@ SCHEDULE_NAMES = tuple(_RULES)
 
 
 def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool | None = None) -> Schedule:
-    """The schedule of that name.
+    """Return the schedule of that name.
 
     Args:
         name: one of `SCHEDULE_NAMES`.
         world_size: the number of ranks, 1 or more.
         seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
         rotate: whether to relabel after each period; without, the ranks keep their own numbers.
-            None: all but the ring do.
+            None: all except the ring do.
 
     Raises:
         ValueError: when the name is unknown, the schedule does not take this world size, or the

@@ -1,4 +1,4 @@
-"""What a schedule is: a value that answers who meets whom in every round."""
+"""The base of schedules: values that define the partners of every round."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from jaxtyping import Float, Int
 Ranks = Int[np.ndarray, " rank"]
 """Ranks or positions, one for each rank."""
 NOBODY = -1
-"""Means "no partner" in arrays of ranks; `Peers` says None."""
+"""Means "no partner" in arrays of ranks; `Peers` has None."""
 
 
 class Peers(NamedTuple):
-    """Whom one rank meets in one round; both are None when it sits the round out."""
+    """The partners of one rank in one round; both are None when it sits the round out."""
 
     send_to: int | None
     recv_from: int | None
 
 
 class RoundPeers(NamedTuple):
-    """Whom every rank meets in one round: arrays indexed by rank, -1 for sitting out."""
+    """The partners of every rank in one round: arrays indexed by rank, -1 for sitting out."""
 
     send_to: Ranks
     recv_from: Ranks
@@ -29,19 +29,19 @@ class RoundPeers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule(ABC):
-    """Who exchanges with whom in round 0, 1, 2, ...: a frozen, hashable, picklable value.
+    """The partners of each rank in round 0, 1, 2, ...: a frozen, hashable, picklable value.
 
-    Nothing here communicates: each rank works its partners out for itself, for any round
-    directly, and all ranks arrive at the same pairs. In every round the sends form a
-    permutation of the ranks that take part, so every mixing matrix is doubly stochastic and an
-    exchange in which all messages arrive keeps the mean.
+    Nothing here communicates: each rank computes its partners of any round directly, and all ranks
+    get the same pairs. In every round the sends form a permutation of the ranks that take part, so
+    every mixing matrix is doubly stochastic and an exchange in which all messages arrive keeps the
+    mean.
 
-    A schedule knows nothing of slow or dead ranks. Where messages can be void use a symmetric
-    one: there an exchange counts on both ends or on neither, and the mean survives.
+    A schedule does not depend on slow or dead ranks. If messages can be void, use a symmetric one:
+    an exchange then counts on both ends or on neither, and the mean is kept.
     """
 
     name: str
-    """What `by_name` calls it."""
+    """Its name in `by_name`."""
     world_size: int
     """The number of ranks."""
 
@@ -68,16 +68,16 @@ class Schedule(ABC):
 
     @abstractmethod
     def describe(self) -> dict:
-        """Return what identifies this schedule, in plain JSON.
+        """Return the identity of this schedule, as plain JSON.
 
         Ranks compare it before they start: it is equal if and only if they hold the same schedule.
         """
 
     def peers(self, round: int, rank: int) -> Peers:
-        """Whom `rank` meets in `round`.
+        """Return the partners of `rank` in `round`.
 
         Args:
-            round: 0 or more; any round is answered directly.
+            round: 0 or more; any round is computed directly.
             rank: 0 to world size - 1.
 
         Returns:
@@ -98,7 +98,7 @@ class Schedule(ABC):
         )
 
     def round_peers(self, round: int) -> RoundPeers:
-        """Whom every rank meets in `round`, as two arrays of shape `(world_size,)`.
+        """Return the partners of every rank in `round`, as two arrays of shape `(world_size,)`.
 
         Raises:
             ValueError: when the round is out of range.
@@ -108,12 +108,12 @@ class Schedule(ABC):
         return RoundPeers(*self._peers_of_all(round))
 
     def weight(self, round: int, rank: int, default: float = 0.5) -> float:
-        """How much of the delta `rank` takes in `round`: the default, unless from a matrix.
+        """Return the weight of the delta of `rank` in `round`: the default, unless from a matrix.
 
         Args:
             round: 0 or more.
             rank: 0 to world size - 1.
-            default: what a schedule without weights of its own answers.
+            default: the result for a schedule without its own weights.
 
         Raises:
             ValueError: when the rank is out of range.
@@ -122,18 +122,18 @@ class Schedule(ABC):
         return float(self.round_weights(round, default)[rank])
 
     def round_weights(self, round: int, default: float = 0.5) -> Float[np.ndarray, " rank"]:
-        """`weight` of every rank, shape `(world_size,)`; without meaning where a rank sits out."""
+        """Return `weight` of every rank, shape `(world_size,)`; undefined where a rank sits out."""
         return np.full(self.world_size, default)
 
     def mixing_matrix(self, round: int, weight: float = 0.5) -> Float[np.ndarray, "rank rank"]:
-        r"""How each rank's value is made in `round`: $w_i' = \sum_j W_{ij} w_j$.
+        r"""Return the mixing matrix of `round`: $w_i' = \sum_j W_{ij} w_j$.
 
         Row $i$ holds `1 - weight` at $i$ and `weight` at the rank that $i$ receives from, or 1
-        at $i$ when it sits out. Dense: meant for looking at, up to a few thousand ranks.
+        at $i$ when it sits out. Dense: for inspection, up to a few thousand ranks.
 
         Args:
             round: 0 or more.
-            weight: how much of the delta is taken; a schedule from a matrix has its own.
+            weight: the weight of the delta; a schedule from a matrix has its own.
 
         Returns:
             The matrix, shape `(world_size, world_size)`, doubly stochastic.
