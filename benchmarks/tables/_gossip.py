@@ -242,7 +242,6 @@ def compressed_gossip() -> str:
     rows = [
         [
             row["contestant"],
-            row["topology"],
             f"{row['bytes_per_step']:,.0f}",
             *(f"{100 * row[name]:.2f} %" for name in ("accuracy", "worst_replica_accuracy")),
             f"{row['mean_distance']:.2f}",
@@ -250,7 +249,7 @@ def compressed_gossip() -> str:
         for row in results("compressed_gossip")["rows"]
         if not row["contestant"].startswith("naive")
     ]
-    return table(["sent", "topology", "bytes a step", "consensus", "worst", "distance"], rows)
+    return table(["sent", "bytes a step", "consensus", "worst", "distance"], rows)
 
 
 @register("local steps")

@@ -63,7 +63,7 @@ def sparsify(
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. They
-        wait for a rank whose host hangs until the timeout of the group, half an hour by default.
+    wait for a rank whose host hangs until the timeout of the group, half an hour by default.
 
     Every backward pass outside `no_sync()` is a round of the whole `.grad`. A parameter without a
     gradient counts as zeros and gets the mean of the others'; so its `.grad` is never None after a
