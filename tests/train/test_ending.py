@@ -165,11 +165,12 @@ def test_those_who_joined_are_awaited_and_counted(run):
     store = dist.HashStore()
     run.end(store, 4, **knows(4, 5, 6, steps=5, left=True, stopped=True))
     run.fail(store, 5, "failed: no memory")
-    run.come(store, 6)
+    lives = run.come(store, 6)
     for rank in range(RANKS):
         run.end(store, rank, **knows(4, 5, 6))
     run._threads[1].join(0.5)
     assert not run.ends.get(0), "rank 6 lives"
+    lives.close()
     run.end(store, 6, **knows(4, 5, 6))
     ends = run.all()
     assert [one["end"] for one in ends[0]["joined"]] == ["left", "lost", "finished"]

@@ -87,10 +87,13 @@ def test_a_run_that_trains_is_neither_replaced_nor_resumed(again, run_dir, monke
 
 def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypatch):
     """Rank 0 ends before the other."""
-    has_ended, refused, store = threading.Event(), [], dist.HashStore()
+    has_begun, has_ended = threading.Event(), threading.Event()
+    refused, store = [], dist.HashStore()
 
     def train(config, job, run_dir, *, rank, **_):
+        assert rank or has_begun.wait(30)
         if rank == 1:
+            has_begun.set()
             assert has_ended.wait(30)
             refused.append(is_refused(run_dir))
         raise RunFailedError("enough")
