@@ -8,7 +8,7 @@ replicas, on the test part. Warm-up in the first 5 % of the steps, then a cosine
 `bytes` are what a rank sends in a step, in sizes of the model; ring all-reduce sends
 `2 (p - 1) / p`.
 
-Cells that are done are kept in the results, and not run again:
+Runs that are done are kept in `results/raw`, and not run again:
 
     GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy
     GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy --tasks mlp --ranks 8 32
@@ -199,9 +199,9 @@ class Runs:
     """Runs that are done, by name; each is written as soon as it is."""
 
     def __init__(self) -> None:
-        path = RESULTS / f"{NAME}.json"
-        kept = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
-        self.done, self.rows = kept["runs"], kept["rows"]
+        published, raw = (folder / f"{NAME}.json" for folder in (RESULTS, RESULTS / "raw"))
+        self.rows = json.loads(published.read_text())["rows"] if published.exists() else []
+        self.done = json.loads(raw.read_text())["raw"] if raw.exists() else {}
         self.sources: dict[str, Any] = {}
 
     def run(self, name: str, ranks: int, way: str, rate: float, seed: int) -> dict[str, float]:
@@ -214,7 +214,7 @@ class Runs:
             options = ways(task)[way][1]
             self.done[key] = train(task, self.sources[name], ranks, options, rate, seed)
             print(key, self.done[key], flush=True)
-            write(NAME, {"rows": self.rows, "runs": self.done})
+            write(NAME, {"rows": self.rows}, raw=self.done)
         return self.done[key]
 
 
@@ -276,7 +276,7 @@ def main() -> None:
                     print(rows[-1], flush=True)
     new = {(each["task"], each["ranks"], each["way"]) for each in rows}
     kept = [each for each in runs.rows if (each["task"], each["ranks"], each["way"]) not in new]
-    write(NAME, {"rows": kept + rows, "runs": runs.done})
+    write(NAME, {"rows": kept + rows}, raw=runs.done)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 
 Each contestant has its learning rate from three that lie a factor of 3 apart, and further ones
 where the best is the first or last, by the first seed; the other seeds run with that one alone.
-Runs that are done are kept.
+Runs that are done are kept in `results/raw`.
 
     python -m benchmarks.suda heterogeneity --ranks 20 --steps 300
     python -m benchmarks.suda heterogeneity --task resnet --ranks 10 --steps 100
@@ -284,7 +284,7 @@ def search(
     score: Callable[[dict], float],
     keep: Callable[[], object],
 ) -> None:
-    """Runs what is missing of all contestants, and prints what each came to."""
+    """Runs what is missing of all contestants."""
     for seed in SEEDS:
         for name, tried in rates.items():
             done = held.setdefault(name, [])
@@ -292,11 +292,18 @@ def search(
                 done.append(run(name, lr, seed))
                 print(f"{name:16} {done[-1]}", flush=True)
                 keep()
+
+
+def summary(held: dict[str, list[dict]], metric: str) -> dict[str, dict[str, Any]]:
+    """Of each contestant, its best learning rate, and what its seeds came to with it."""
+    rows = {}
     for name, done in held.items():
-        best = best_rate(done, score)
-        found = [abs(score(one)) for one in done if one["lr"] == best]
-        spread = statistics.stdev(found)
-        print(f"{name:16} lr {best:g}: {statistics.mean(found):.4f} +- {spread:.4f}")
+        best = best_rate(done, lambda one: one[metric] * (1 if metric == "accuracy" else -1))
+        found = [one[metric] for one in done if one["lr"] == best]
+        spread = round(statistics.stdev(found), 4) if len(found) > 1 else None
+        mean = round(statistics.mean(found), 4)
+        rows[name] = {"lr": best, "mean": mean, "standard_deviation": spread, metric: found}
+    return rows
 
 
 def main() -> None:
@@ -310,13 +317,13 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks, steps = options.ranks, options.steps
     name = f"suda_{options.question}"
-    path = RESULTS / f"{name}.json"
-    part = "cells" if options.question == "heterogeneity" else "loss"
-    cells = json.loads(path.read_text())[part] if path.exists() else {}
+    path = RESULTS / "raw" / f"{name}.json"
+    metric = "accuracy" if options.question == "heterogeneity" else "loss"
+    cells = json.loads(path.read_text())["raw"] if path.exists() else {}
 
     def keep() -> object:
-        about = {"alpha": ALPHA} if part == "cells" else {}
-        return write(name, {**about, part: cells}, module="suda")
+        table = {size: summary(held, metric) for size, held in cells.items()}
+        return write(name, {"alpha": ALPHA, "cells": table}, raw=cells, module="suda")
 
     if options.question == "gpt":
         held = cells.setdefault(f"{ranks} ranks, {steps} steps", {})

@@ -101,9 +101,6 @@ def arm(script: Script, folder: Path, subset: Path, rank: int, *, start: int = 1
     ]
     _arm_steps([t for t in triggers if t.fault.moment in ("between", "exchange", "anytime")])
     _arm_consensus([t for t in triggers if t.fault.moment == "consensus"])
-    for trigger in triggers:
-        if trigger.fault.moment == "start":
-            trigger.fire_later()
 
 
 def _arm_steps(triggers: list[_Trigger]) -> None:

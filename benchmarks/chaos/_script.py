@@ -80,7 +80,7 @@ class Fault:
         kind: `kill`, `pause`, `slow` (the rank's link to all others), `cut` (the link between two
             ranks), `off` (the rank from everything), `join` (others come in).
         ranks: Who it befalls; of `cut`, the two ends.
-        moment: `start`: `seconds_in` after the process has begun. `between`: before the step.
+        moment: `between`: before the step.
             `exchange`: in the step, when the part is sent and the partner's awaited. `consensus`:
             `seconds_in` after the evaluation of that number has begun. `anytime`: `seconds_in`
             after the step has begun.
@@ -121,7 +121,6 @@ class Fault:
         }[self.kind]
         after = f"{1e3 * self.seconds_in:.0f} ms into"
         when = {
-            "start": f"{after} its start",
             "between": f"before step {self.number}",
             "exchange": f"in the exchange of step {self.number}",
             "consensus": f"{after} evaluation {self.number}",
@@ -269,11 +268,11 @@ class _Draw:
         moment = self._rng.choice(moments)
         into = {"start": 1.5, "consensus": 0.01, "anytime": 0.02}.get(moment, 0.0)
         total = self._evaluations if moment == "consensus" else self._steps
-        return {
-            "moment": moment,
-            "number": self._rng.randint(1, max(1, round(_LAST_SHARE * total))),
-            "seconds_in": round(self._rng.uniform(0.0, into), 4),
-        }
+        number = self._rng.randint(1, max(1, round(_LAST_SHARE * total)))
+        seconds_in = round(self._rng.uniform(0.0, into), 4)
+        if moment == "start":  # a death before the first step ends the start of a run
+            moment, number, seconds_in = "between", 1, 0.0
+        return {"moment": moment, "number": number, "seconds_in": seconds_in}
 
 
 def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:

@@ -25,7 +25,6 @@ _TRAIN_SAMPLES, _TEST_SAMPLES = 2400, 5000
 _BATCH_SIZE = 32
 _EPOCHS_PER_RANK = 6
 STEPS = _EPOCHS_PER_RANK * _TRAIN_SAMPLES // _BATCH_SIZE  # of each rank, roughly
-_START_SECONDS = 5.0
 LONGER = 4  # where others are to join: they need a second or two to come in
 EVALUATIONS = 3 * _EPOCHS_PER_RANK  # of the smallest world
 
@@ -46,7 +45,6 @@ def config_for(script: Script, out: Path) -> TrainConfig:
         quiet=True,
         log_every=1,
         trace=0,
-        start_seconds=_START_SECONDS,
         checkpoint_every=script.checkpoint_every,
         lost_after_seconds=script.lost_after_seconds,
         options={"gossip": GossipConfig(topology=setting.topology, mode=setting.mode)},

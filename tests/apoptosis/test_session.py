@@ -134,11 +134,12 @@ def test_compiled_code_follows_more_often_than_it_may_be_compiled():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compiled = torch.compile(model, backend=backend)
-    train(compiled, optimizer, batches(1))
-    settings = {**SETTINGS, "every": 3, "batches": 2, "events": 9, "at_most": 0.1}
-    with gg.shrink(model, optimizer, budget=0.5, **settings) as session:
-        train(compiled, optimizer, batches(32))
-        assert session.stats().recompilations == 9
+    settings = {**SETTINGS, "every": 3, "batches": 2, "events": 4, "at_most": 0.1}
+    with torch._dynamo.config.patch(recompile_limit=2):
+        train(compiled, optimizer, batches(1))
+        with gg.shrink(model, optimizer, budget=0.5, **settings) as session:
+            train(compiled, optimizer, batches(16))
+            assert session.stats().recompilations == 4
     assert {width for width, _ in shapes} >= {e.widths["0"][1] for e in session.history}
 
 

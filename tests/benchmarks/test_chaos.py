@@ -38,7 +38,7 @@ def draw(seed):
 def test_seeds_stay_the_scripts_that_they_were():
     scripts = [asdict(draw(seed)) for seed in range(SCRIPTS)]
     digest = hashlib.sha256(json.dumps(scripts, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "0eb6396b7deb6976"
+    assert digest[:16] == "2c0641530b2c30dd"
 
 
 def test_somebody_survives_every_script_of_one_start():
@@ -53,7 +53,7 @@ def test_somebody_survives_every_script_of_one_start():
     kinds = {fault.kind for script in scripts for fault in script.faults}
     assert kinds == {"kill", "pause", "slow", "cut", "off"}
     moments = {fault.moment for script in scripts for fault in script.faults}
-    assert moments == {"start", "between", "exchange", "consensus", "anytime"}
+    assert moments == {"between", "exchange", "consensus", "anytime"}
     assert any(len(s.killed) == s.setting.world_size - 1 >= 3 for s in scripts)
 
 

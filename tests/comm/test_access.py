@@ -12,6 +12,7 @@ from zmq.utils import z85
 import gossipgrad as gg
 from gossipgrad.comm import (
     Channel,
+    Lost,
     Outcome,
     Part,
     Received,
@@ -222,3 +223,19 @@ def test_encryption_without_a_secret_says_how_to_make_one(monkeypatch):
     monkeypatch.delenv(SECRET_FILE, raising=False)
     with pytest.raises(ValueError, match=r"needs a file .*openssl rand -hex 32.*run\.secret"):
         run_ranks(1, lambda rank, group: ZeroMQTransport(group, encrypt=True))
+
+
+def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(secret):
+    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group))
+    ends[0]._access._keys = zmq.curve_keypair()
+    payload, events = torch.zeros(1 << 16, dtype=torch.uint8), []
+
+    def told():
+        ends[0].send(1, b"header", payload)
+        return events.extend(ends[0].receive(0.01)) or events
+
+    until(told, 30.0)
+    assert events == [Lost(1)]
+    assert ends[1].receive(0.0) == []
+    for end in ends:
+        end.close()

@@ -26,20 +26,6 @@ def both(a, b, round=0, value=0.0):
     return mine.received.tolist()
 
 
-def test_what_was_sent_before_leaving_counts_where_nothing_was_due_in_return(channels, leave):
-    """Of a pair it would count on one end: the one that has left gets nothing any more."""
-    a, b = channels()
-    for round in range(2):
-        b.post(round, 0, part(5), send_to=0, recv_from=None)
-    leave(b)
-    until(lambda: a.poll() or a.gone == {1: "left"})
-    assert a.early_bytes == 32
-    assert post(a, 1).outcome is X
-    takes = a.post(1, 0, part(0), send_to=None, recv_from=1)
-    assert a.take(takes, 30.0) is D
-    assert takes.received.tolist() == [5.0] * 4
-
-
 @pytest.mark.parametrize("they_met", [True, False])
 def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_met):
     size = 1 << 18

@@ -224,3 +224,26 @@ def test_a_signal_in_the_middle_of_a_collective_ends_it_everywhere(monkeypatch, 
             group.barrier()
 
     run_ranks(3, work)
+
+
+def test_a_rank_that_stops_waiting_for_the_others_may_meet_them_later():
+    elsewhere = threading.Event()
+
+    def work(rank, group):
+        group.enter(1, (0, 1))
+        if rank == 1:
+            assert elsewhere.wait(60)
+            return group.all_gather_object(rank)
+
+        def unless():
+            raise GossipError("rank 1 is elsewhere")
+
+        group.unless = unless
+        with pytest.raises(GossipError, match=r"^rank 1 is elsewhere$"):
+            group.barrier()
+        assert group.broken is None
+        group.unless = lambda: None
+        elsewhere.set()
+        return group.all_gather_object(rank)
+
+    assert run_ranks(2, work, timeout_seconds=30) == [[0, 1], [0, 1]]

@@ -199,23 +199,6 @@ def test_a_rank_that_was_stopped_itself_gives_nobody_up(watches, clock):
     assert mine.latest.generation == 0
 
 
-def test_a_rank_that_leaves_is_not_lost(clock):
-    settings = Heartbeats(interval_seconds=0.005, lease_seconds=50.0, silent_seconds=5000.0)
-    store = dist.HashStore()
-    made = make_watches(clock, 3, settings, store=lambda rank: store)
-    for watch in made:
-        watch.start()
-    made[1].leave()
-    made[0].hear_generation(1)
-    until(lambda: made[0].latest.generation)
-    latest = made[0].latest
-    assert (latest.living, latest.lost, latest.gone[1].left) == ((0, 2), {}, True)
-    assert made[0].expelled() == set()
-    for watch in made:
-        watch.leave()
-    until(lambda: Record(store).read().living == ())
-
-
 def test_beats_of_those_who_joined_and_left_long_ago_are_removed_from_the_store(clock):
     store, newest = dist.HashStore(), Membership.first(1)
     store.set("beat/0", "0")

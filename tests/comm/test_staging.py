@@ -81,23 +81,6 @@ def test_no_tensor_counts_as_zeros_and_a_narrow_wire_rounds():
     assert tensor[1] != 1.0
 
 
-def test_a_snapshot_is_used_again_only_when_its_tickets_are_done():
-    pool = SnapshotPool(plan_of(torch.ones(3)), CPU, limit=2)
-    polls, ticket = [], Held()
-    first = pool.acquire(lambda: polls.append(1), 0.0)
-    first.hold(ticket)
-    pool.release(first)
-    assert pool.acquire(lambda: polls.append(1), 0.0) is not first
-    assert pool.size_bytes == 24
-
-    def let_go():
-        polls.append(1)
-        ticket.done = True
-
-    assert pool.acquire(let_go, 30.0) is first
-    assert polls
-
-
 def test_the_pool_is_bounded_and_does_not_wait_for_its_owners():
     pool = SnapshotPool(plan_of(torch.ones(3)), CPU, limit=2)
     taken = [pool.acquire(lambda: None, 0.0) for _ in range(2)]

@@ -66,23 +66,6 @@ def test_foreign_states_are_refused_on_all_ranks():
     on_sessions(2, load)
 
 
-def test_a_state_can_be_loaded_into_a_session_that_has_trained():
-    states = states_after(2, 3)
-    _, uninterrupted = run_on(2, 0, 6, saves_at=3)
-
-    def train(me):
-        me.train(4)
-        me.session.load_state_dict(states[me.rank])
-        me.steps = 3
-        me.train(3)
-        return named(me), me.session.stats().refused_messages
-
-    for rank, (held, refused) in enumerate(on_sessions(2, train, gradients=backward)):
-        for name, value in held.items():
-            assert torch.equal(value, uninterrupted[rank][0]["model"][name]), name
-        assert refused == 0
-
-
 def test_states_taken_after_unequal_steps_are_warned_of_and_nobody_waits_for_ever():
     states = [states_after(2, 6)[0], states_after(2, 5)[1]]
 

@@ -109,23 +109,6 @@ def test_odd_models(settings):
         assert torch.equal(mine, other)
 
 
-def test_a_parameter_used_on_some_ranks_only():
-    """As in conditional computation: a rank without a gradient has no state, and stays so."""
-
-    def gradients(model, rank, step):
-        model.zero_grad()
-        model[rank](torch.ones(1, 3)).sum().backward()
-
-    def use(me):
-        me.train(5)
-        assert len(me.optimizer.state) == 2
-        assert torch.isfinite(me.weights()).all()
-
-    make = lambda rank: nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])  # noqa: E731
-    settings = {"gradients": gradients, "payload": "weights+state"}
-    run_sessions(2, use, make=make, optimizer=adam, **settings)
-
-
 def test_backward_passes_of_a_step_add_up_or_train_other_parameters():
     """A gradient after its bucket was sent is an error that says what to do."""
 

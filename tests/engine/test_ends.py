@@ -56,28 +56,6 @@ def test_break_and_exception_end_without_a_hang():
     assert outcomes["dead_peer"] + outcomes["void"] > 0
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-def test_a_consensus_without_a_rank_that_left_fails_and_holds_up_no_round(mode):
-    """Those who are left mix on as before, though each had told the others to expect nothing."""
-
-    def use(me):
-        if me.rank == 3:
-            me.session.close()
-            return
-        before = me.weights()
-        with pytest.raises(gg.GossipError, match="left"):
-            me.mean()
-        assert torch.equal(me.weights(), before)
-        failed.add(me.rank)
-        until(lambda: failed == {0, 1, 2}, 60.0)  # with one that is still in it nobody mixes
-        me.train(20)
-        assert me.outcomes["delivered"] >= 5
-
-    failed = set()
-    settings = {"topology": "matching", "heartbeats": None, "leaves_together": False}
-    run_sessions(4, use, mode=mode, **settings)
-
-
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])
 def test_a_session_nobody_closed_says_leave_when_it_is_collected(payload):
     """And leaves no hook behind."""

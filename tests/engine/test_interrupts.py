@@ -8,9 +8,8 @@ import torch
 from gossipgrad.engine import Bucket, _flow
 from gossipgrad.engine._listener import Listener
 from gossipgrad.engine._transfer import Transfer
-from support.replicas import flat, network, plain_sgd
-from support.sessions import no_gradients, run_sessions
-from support.stale import Scripted
+from support.replicas import network, plain_sgd
+from support.sessions import run_sessions
 
 PLACES = {
     "nothing is sent": (Transfer, "post_all", False),
@@ -102,32 +101,3 @@ def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
     assert rang
     assert all(me.outcomes["delivered"] > 0 for _, me in ended)
     assert sum(me.weights() - before for before, me in ended).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, place):
-    ranks = Scripted(2, make=doubles, optimizer=plain_sgd, mode="stale", bucket_bytes=64)
-    for rank, session in enumerate(ranks.sessions):
-        part_ways(ranks.models[rank], rank)
-        session.accept_changes()
-    before = sum(flat(model) for model in ranks.models)
-    armed, rang = alarm(place), 0
-    for step in range(STEPS):
-        ranks.step(1, no_gradients)
-        ranks.deliver(1, 0)
-        if step in (2, 5, 6):
-            armed.append(step)
-        try:
-            ranks.step(0, no_gradients)
-        except KeyboardInterrupt:
-            rang += 1
-        armed.clear()
-        ranks.deliver(0, 1)
-    ranks.drain()
-    moved = sum(flat(model) for model in ranks.models) - before
-    used = [len(flow.pool._used) for s in ranks.sessions for flow in s.flows]
-    in_flight = [len(session._rounds.in_flight) for session in ranks.sessions]
-    ranks.close()
-    assert rang
-    assert moved.abs().max() < 1e-12
-    assert used == in_flight

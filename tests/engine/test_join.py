@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.engine import _admission
 from support.joining import run_open
 from support.replicas import adam, flat
 from support.waiting import until
@@ -38,7 +37,7 @@ def sending(monkeypatch):
             assert flowing.wait(60.0)
         save(copy, buffer)
 
-    monkeypatch.setattr(_admission.torch, "save", slow)
+    monkeypatch.setattr(torch, "save", slow)
     return begun, flowing
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
-from gossipgrad.engine import _admission
 from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
@@ -36,7 +35,7 @@ def failing_join(monkeypatch, error, match, *, before=lambda: None):
     return over
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def past_run():
     """The address of a run that all ranks have left, and its store."""
     left = []
@@ -72,7 +71,7 @@ def test_a_joiner_whose_donor_dies_in_the_middle_may_try_again(monkeypatch):
             join(*arguments, **more)
         return join(*arguments, **more)
 
-    monkeypatch.setattr(_admission.torch, "save", hanging)
+    monkeypatch.setattr(torch, "save", hanging)
     monkeypatch.setattr(gg, "join", join_again)
 
     def member(me, run):
@@ -108,7 +107,7 @@ def test_a_joiner_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_els
             until(gave_up.is_set, 60.0)
         save({**copy, "large": torch.zeros(1 << 20)}, buffer)
 
-    monkeypatch.setattr(_admission.torch, "save", hanging)
+    monkeypatch.setattr(torch, "save", hanging)
     over = failing_join(monkeypatch, gg.GossipError, "within 1 s")
     join = gg.join
     monkeypatch.setattr(gg, "join", lambda *a, **more: join(*a, **more | {"timeout_seconds": 1.0}))

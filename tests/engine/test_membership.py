@@ -126,23 +126,6 @@ def test_collectives_are_among_the_living(call):
     assert all_equal(run_mortals(4, main))
 
 
-def test_a_rank_that_leaves_in_order_is_not_lost():
-    """Its links end before it says so: nobody takes it for dead as soon as that."""
-
-    def main(me):
-        me.train(3)
-        if me.rank == 1:
-            return None
-        me.train_without(1)
-        assert me.session.membership.lost == {}
-        assert me.session.membership.gone[1].left
-        mean = me.mean()
-        me.session.group.barrier()
-        return mean
-
-    assert all_equal(run_mortals(3, main, heartbeats=PATIENT))
-
-
 def test_a_rank_that_was_stopped_sees_its_eviction_before_it_sends():
     over = threading.Barrier(2)
 

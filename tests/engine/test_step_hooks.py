@@ -77,20 +77,3 @@ def test_a_session_that_cannot_begin_leaves_nothing_behind(payload):
         assert not torch.equal(flat(model), before)
 
     run_ranks(2, rank_main)
-
-
-def test_a_scaler_that_steps_an_optimizer_of_another_model_makes_no_round():
-    model, other = network(), network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with gg.gossip(model, optimizer, scaler=scaler) as session:
-        positions = []
-        for factor in (1.0, float("inf")):  # the second is skipped
-            for each, own in ((other, foreign), (model, optimizer)):
-                own.zero_grad()
-                scaler.scale(each(torch.full((4, 6), factor)).sum()).backward()
-                scaler.step(own)
-                positions.append(session.position)
-            scaler.update()
-    assert positions == [0, 1, 1, 2]

@@ -13,9 +13,8 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad import models
 from gossipgrad.comm import Hub
-from support.families import FAMILIES, OPTIMIZERS, on_ranks
+from support.families import FAMILIES, OPTIMIZERS, batches, on_ranks
 from support.ranks import run_ranks
-from support.regression import batches
 from support.replicas import network
 
 pytestmark = pytest.mark.gpu

@@ -55,18 +55,6 @@ def test_scaled_to_a_budget():
         SMALL.scaled(size=0.0)
 
 
-def test_another_batch_takes_in_proportion():
-    half = replace(SMALL, batch_size=8).with_batch(4)
-    assert half.batch_size == 4
-    assert half.forward_seconds == SMALL.forward_seconds / 2
-    assert half.backward_seconds == tuple(seconds / 2 for seconds in SMALL.backward_seconds)
-    assert half.optimizer_seconds == SMALL.optimizer_seconds
-    assert half.source.endswith("; batch 4 for 8, in proportion")
-    assert SMALL.with_batch(SMALL.batch_size) is SMALL
-    with pytest.raises(ValueError, match="batch_size must be a whole number, at least 1, got 0"):
-        SMALL.with_batch(0)
-
-
 def test_json_and_back(tmp_path):
     path = tmp_path / "p.json"
     path.write_text(json.dumps(replace(SMALL, state_copies=2).to_json()))

@@ -25,13 +25,6 @@ def take_step(refresher, units, step, compute=None):
     return used
 
 
-def run(policy, units, steps, **options):
-    refresher = Refresher(policy, units, **options)
-    used = [take_step(refresher, units, step) for step in range(steps)]
-    refresher.close()
-    return used, refresher.stats
-
-
 @pytest.fixture
 def refreshers():
     made = []
@@ -65,17 +58,6 @@ def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, st
     stats = refresher.stats
     assert every - 1 <= stats.oldest <= every - 1 + staleness
     assert stats.waits + stats.synchronous > 0
-
-
-@pytest.mark.parametrize("delay", [0, 3, 5, 9])
-def test_a_deterministic_clock_completes_jobs_at_chosen_steps(delay):
-    policy = Background(10, 5, executor=Deterministic(delay))
-    used, stats = run(policy, 3, 60)
-    assert used == run(policy, 3, 60)[0]
-    ages = [step - each[1] for step in range(20, 60) for each in used[step]]
-    assert max(ages) == min(10 - 1 + delay, 14)
-    assert min(ages) == min(delay, 5)
-    assert (stats.waits > 0) == (delay > 5)
 
 
 def until_error(refresher, compute_of, units=1, start=0):

@@ -53,8 +53,9 @@ def distance(tensors):
     return max(float((a - b).norm() / a.norm()) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [*((kind, "sync") for kind in KINDS), (gg.SOAP, "overlap")]
+)
 def test_gossip_averages_factors_with_the_partner(kind, mode):
     def rank_main(rank, model, optimizer, session):
         train(model, optimizer, 12, seed=rank)
@@ -82,33 +83,6 @@ def test_replicas_that_are_to_shrink_are_refused_before_the_first_step(kind):
     optimizer = kind(model)
     with pytest.raises(ValueError, match=kind.__name__):
         gg.shrink(model, optimizer, example_input=torch.randn(2, 6))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "refresh", [gg.Synchronous(3), gg.Background(4, 2)], ids=["synchronous", "background"]
-)
-def test_a_replicas_state_is_whole_and_goes_on_bit_for_bit(kind, refresh):
-    refresh = (
-        refresh if isinstance(refresh, gg.Synchronous) else gg.Background(4, 2, fixed_delay=True)
-    )
-    model = copy.deepcopy(MODEL)
-    optimizer = kind(model, refresh=refresh)
-    whole = copy.deepcopy(MODEL)
-    unsaved = kind(whole, refresh=refresh)
-    for each, of in ((model, optimizer), (whole, unsaved)):
-        train(each, of, 11, seed=0)
-        if of is optimizer:
-            state = replica_state(model, [optimizer])
-        train(each, of, 9, seed=1)
-        of.close()
-    assert torch.equal(weights(whole), weights(model))  # to save changes nothing
-    other = copy.deepcopy(MODEL)
-    loaded = kind(other, refresh=refresh)
-    load_replica(other, [loaded], state)
-    train(other, loaded, 9, seed=1)
-    assert torch.equal(weights(other), weights(model))
-    loaded.close()
 
 
 def test_a_session_begins_with_the_optimizer_state_of_rank_0():

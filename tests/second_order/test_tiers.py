@@ -1,9 +1,11 @@
 """Budgets that hold, values that come back bit for bit, and a disk that fails."""
 
+import os
 import random
-import subprocess
+import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipgrad.second_order import Store, Tiers
+from support.processes import run_processes
 
 CPU = torch.device("cpu")
 
@@ -157,48 +160,42 @@ def test_the_disk_tier_leaves_no_file_and_touches_no_other(stores, tmp_path):
     assert [path.name for path in scratch.iterdir()] == ["mine"]
 
 
-KILLED = """
-import os, signal, sys, torch
-from gossipgrad.second_order import Store, Tiers
-store = Store(Tiers(4000, disk=sys.argv[1]), torch.device("cpu"))
-for key in range(3):
-    store.put(key, torch.zeros(1000))
-assert store.stats.disk_bytes
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def crash(rank, store, folder):
+    made = Store(Tiers(4000, disk=folder), CPU)
+    for key in range(3):
+        made.put(key, torch.zeros(1000))
+    assert made.stats.disk_bytes
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.process
 def test_a_crash_leaves_nothing_on_disk(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
-    assert done.returncode == -9
+    assert run_processes(1, crash, str(tmp_path), may_die=(0,), grouped=False) == [None]
     assert not [*tmp_path.iterdir()]
 
 
-RESIDENT = """
-import os, sys, torch
-from gossipgrad.second_order import Store, Tiers
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-store = Store(Tiers(64 << 20, disk=sys.argv[1]), torch.device("cpu"))
-store.put("a", torch.ones(16 << 20))
-with_one = resident()
-store.put("b", torch.ones(16 << 20))
-assert resident() - with_one < 8 << 20
-with store.use(["a"]) as (a,):
-    assert bool((a == 1).all())
-assert resident() - with_one < 8 << 20
-"""
+def grown_bytes(rank, store, folder):
+    """What the second of two tensors adds to the process, and the first when it is back."""
+    made = Store(Tiers(64 << 20, disk=folder), CPU)
+    made.put("a", torch.ones(16 << 20))
+    with_one = resident_bytes()
+    made.put("b", torch.ones(16 << 20))
+    grown = [resident_bytes() - with_one]
+    with made.use(["a"]) as (a,):
+        assert bool((a == 1).all())
+    return [*grown, resident_bytes() - with_one]
 
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_the_process_falls_by_what_goes_to_disk(tmp_path):
     """In its own process: the heap of one that ran other tests has free room of its own."""
-    subprocess.run([sys.executable, "-c", RESIDENT, tmp_path], check=True)
+    (grown,) = run_processes(1, grown_bytes, str(tmp_path), grouped=False)
+    assert max(grown) < 8 << 20
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -69,25 +69,6 @@ def test_sync_hides_all_but_the_first_of_many_messages():
     assert found[1] - found[0] == pytest.approx(np.array([2.6, 2.6]))
 
 
-def test_a_slow_rank_keeps_its_partner_waiting_only_where_its_message_is_late():
-    """Rank a computes 5 s, rank b 2.5 s; a message takes 1 s from the start of a's step."""
-    workers = Workers(stragglers=1, straggler_factor=2.0)
-    slow = int(np.argmax(workers.constant(2)))
-    found = ends(Gossip(), profile_of([100]), network_of(beta=0.0025), 2, workers, steps=3)
-    # The fast one ends step 1 at 2.5, and step 2 when what the slow one sent at 5.0 has come.
-    assert found[:, slow].tolist() == [5.0, 10.0, 15.0]
-    assert found[:, 1 - slow].tolist() == [2.5, 6.0, 11.0]
-
-
-def test_copying_and_mixing_are_on_the_steps_thread():
-    """400 bytes in one message: 0.4 s to copy, then 4 s to send; 0.8 s to mix."""
-    network = network_of(
-        alpha=0.25, beta=0.01, snapshot_seconds_per_byte=0.001, mix_seconds_per_byte=0.002
-    )
-    found = ends(Gossip(), profile_of([100]), network, 2, steps=1)
-    assert found == pytest.approx(np.array([[0.4 + 4.0 + 0.25 + 0.8] * 2]))
-
-
 def test_all_reduce_begins_in_backward():
     """Two layers of 200 bytes, ready at 1.5 and 2.0 s; a ring of two moves 200 bytes in 0.3 s."""
     hop = AffineCost(alpha_seconds=0.05, beta_seconds_per_byte=0.001)
@@ -132,13 +113,6 @@ def test_without_jitter_a_ring_is_its_closed_form(p, size, alpha, beta):
     found = ends(AllReduce(), profile, network_of(alpha, beta), p, steps=1)
     ring = 2 * (p - 1) * alpha + 2 * (p - 1) / p * 4 * size * beta
     assert found == pytest.approx(np.full((1, p), 2.0 + ring + 0.5))
-
-
-def test_an_average_is_exposed_and_comes_every_so_many_steps():
-    """A ring of two moves 400 bytes in 2 * 0.05 + 400 * 0.001 s; they meet in two all-gathers."""
-    network = network_of(alpha=0.05, beta=0.001)
-    found = ends(PeriodicAverage(every=2), profile_of([100]), network, 2, steps=4)
-    assert found[:, 0].tolist() == pytest.approx([2.5, 5.6, 8.1, 11.2])
 
 
 WORKERS = st.builds(

@@ -1,6 +1,5 @@
 """The hook for DistributedDataParallel: what it sends, and what its buckets may do to it."""
 
-import threading
 from itertools import pairwise
 
 import pytest
@@ -124,29 +123,6 @@ def test_ranks_that_differ_are_told_what_in(settings, message):
         with pytest.raises(gg.AgreementError, match=message):
             CommHook(network(), process_group=group, **own)
 
-    run_ranks(2, rank_main)
-
-
-def test_a_state_that_some_ranks_have_loaded_ends_the_step_of_those_who_have_not():
-    def rank_main(rank, group):
-        model = network()
-        group.unless = lambda: gone.is_set() and fail()
-        with CommHook(model, process_group=group, density=0.1) as state:
-            backward_of(model, rank, 0)
-            step(model, state, [2])
-            if rank:
-                state.load_state_dict(state.state_dict())
-            else:
-                loaded.wait()
-            loaded.set()
-            with pytest.raises(gg.GossipError, match="the others are gone" if rank else "has died"):
-                step(model, state, [2])
-            gone.set()
-
-    def fail():
-        raise gg.GossipError("the others are gone")
-
-    loaded, gone = threading.Event(), threading.Event()
     run_ranks(2, rank_main)
 
 

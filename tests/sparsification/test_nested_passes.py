@@ -93,3 +93,23 @@ def test_a_pass_inside_a_hook_is_a_round_of_its_own():
         return me.weights()
 
     assert same_weights(on_ranks(use))
+
+
+def test_a_session_whose_pass_raised_lets_go_though_its_graph_is_kept():
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def use(me):
+        h = me.model[0](batch_of(me.rank, 0))
+        h.register_hook(fail)
+        loss = checkpoint(me.model[1:], h, use_reentrant=True).sum()
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
+        me.session.close()
+        me.optimizer.step()
+        with gg.sparsify(me.model, me.optimizer):
+            return loss.item()
+
+    on_ranks(use, together=False)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gossipgrad as gg
 from support.replicas import network
-from support.sparse import on_ranks, same_weights
+from support.sparse import backward_of, on_ranks, same_weights, states_after
 
 WHOLE = {"plan": "single", "density": 1.0}
 
@@ -209,3 +210,55 @@ def test_a_step_without_gradients_on_any_rank_sends_nothing():
         assert same_weights([before, me.weights()])
 
     on_ranks(use, "single", density=0.1)
+
+
+@pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
+def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
+    states = states_after(3, **WHOLE)
+
+    def use(me):
+        me.session.load_state_dict(states[me.rank])
+        gradients(me)
+        me.optimizer.step()
+        assert me.session.stats().rounds == 4
+        return me.weights()
+
+    assert same_weights(on_ranks(use, **WHOLE))
+
+
+def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
+    """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
+
+    def use(me):
+        me.scaled_backward(torch.ones(4, 6) + me.rank)
+        me.scaled_step()
+        me.optimizer.zero_grad()
+        kept = me.carried()
+        get_optimizer_state_dict(me.model, me.optimizer)
+        now = me.carried()
+        assert any(bool(each.any()) for each in kept.values())
+        assert all(torch.equal(kept[name], now[name]) for name in kept)
+        return me.weights()
+
+    assert same_weights(on_ranks(use, "single", density=0.1, scales=True))
+
+
+def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
+    def make():
+        model = network()
+        backward_of(model, 0, 0)
+        model.zero_grad(set_to_none=False)
+        model[0].requires_grad_(False)
+        return model
+
+    def use(me):
+        for step in range(2):
+            me.model(torch.ones(2, 6) + me.rank + step).square().mean().backward()
+            me.optimizer.step()
+            me.optimizer.zero_grad(set_to_none=False)
+        me.model[0].bias.grad.fill_(1.0)
+        with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias'"):
+            me.optimizer.step()
+        return me.weights()
+
+    assert same_weights(on_ranks(use, make=make, **WHOLE))

@@ -37,16 +37,14 @@ class Act:
         resumes: The run that a copy of is resumed; None: it begins anew.
         options: Of the run, or those that are others at the resumption.
         stops: After how many steps of this act each rank is told to stop; empty: none is.
-        members: Ranks that come; None: all of them.
         patient: Whether each checkpoint waits for the disk, also where steps do not.
-        world_size: How many there should be; None: all.
+        world_size: How many ranks come; None: all.
     """
 
     name: str
     resumes: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     stops: tuple[int, ...] = ()
-    members: tuple[int, ...] | None = None
     world_size: int | None = None
     patient: bool = False
 
@@ -80,14 +78,14 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     warnings.simplefilter("ignore")
     came_to = {}
     for act in acts:
-        members = tuple(range(world_size)) if act.members is None else act.members
+        size = act.world_size or world_size
         try:
             dist.barrier()  # ranks that do not meet may still be at the act before
             chosen = _prepared(rank, store, Path(folder), act, world_size)
-            if rank not in members:
+            if rank >= size:
                 continue
             with _patience() if act.patient else contextlib.nullcontext():
-                came_to[act.name] = _train(rank, store, act, chosen, members, world_size)
+                came_to[act.name] = _train(rank, store, act, chosen, size)
         except Exception:
             came_to[act.name] = traceback.format_exc()
     return came_to
@@ -137,16 +135,14 @@ def _train(
     store: Any,
     act: Act,
     config: TrainConfig,
-    members: tuple[int, ...],
     world_size: int,
 ) -> dict[str, Any]:
-    world_size = act.world_size or world_size
     stop = StopsAfter(act.stops[rank]) if act.stops else threading.Event()
     events: list[dict[str, Any]] = []
 
     def group(name: str) -> Group:
         prefix = dist.PrefixStore(f"{act.name} {name}", store)
-        return Group(prefix, rank, world_size, members=members, timeout_seconds=60)
+        return Group(prefix, rank, world_size, timeout_seconds=60)
 
     groups: Callable[[str], Group] | None = None if config.needs_every_rank else group
     result = train_rank(
@@ -158,6 +154,5 @@ def _train(
         stop=stop,
         emit=events.append,
         groups=groups,
-        members=members,
     )
     return {"result": result.to_json(), "events": events}

@@ -1,21 +1,20 @@
-"""The end of a run in a given world: whoever is left puts it together, once."""
+"""The end of a run: the lowest rank that lives puts it together, once."""
 
-import errno
-import fcntl
-import os
+import json
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train import RunFailedError, _ending
-from gossipgrad.train._ending import Ending, summary_lock
+from gossipgrad.train import Outcome, RunFailedError, TrainConfig, _ending
+from gossipgrad.train._ending import Ending
 from gossipgrad.train._layout import RunDir
 from support.hanging_store import Hanging
 from support.results import result
 
 LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
+HOW = {"from_rank": 1, "generation": 2, "when_seconds": 1e9}
+RANKS = 4
 
 
 class Gone(dist.Store):
@@ -24,142 +23,178 @@ class Gone(dist.Store):
     def fail(self, *_):
         raise dist.DistNetworkError("connection reset")
 
-    set = get = check = fail
+    set = get = add = check = compare_set = fail
 
     def clone(self):
         return self
 
 
-@pytest.fixture
-def run_dir(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(_ending, "_TURN_SECONDS", 60.0)
-    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 60.0)
-    folder = RunDir(tmp_path)
-    folder.partial.mkdir()
-    return folder
+class Dead(BaseException):
+    """Ends the thread of a rank."""
 
 
 @pytest.fixture(params=["store", "no store", "store that hangs"])
-def endings(run_dir, request, monkeypatch):
+def store(request, monkeypatch):
     monkeypatch.setattr(_ending, "_STORE_SECONDS", 0.1 if request.param.endswith("hangs") else 60.0)
-    stores = {"store": dist.HashStore, "no store": Gone, "store that hangs": Hanging}
-    store = stores[request.param]()
-    yield [Ending(run_dir, store, rank, 4) for rank in range(4)]
-    if isinstance(store, Hanging):
-        store.answers.set()
+    made = {"store": dist.HashStore, "no store": Gone, "store that hangs": Hanging}[request.param]()
+    yield made
+    if isinstance(made, Hanging):
+        made.answers.set()
 
 
-def finish(run_dir, ending, came):
-    with ending.turn() as mine:
-        came.append(mine)
-        if mine:
-            results, lost = ending.collect()
-            came.append((sorted(results), lost))
-            run_dir.summary.write_text("{}")
-            run_dir.remove_partial()
-            ending.done()
+class Run:
+    """Ranks at their end, as threads."""
+
+    def __init__(self, path, *, silent_seconds=60.0):
+        self.run_dir = RunDir(path)
+        self.run_dir.partial.mkdir()
+        config = TrainConfig(epochs=1, lost_after_seconds=silent_seconds)
+        self.config = config.resolved(nproc=RANKS, out=path)
+        self.config.write(self.run_dir.config, {})
+        self.ends = {}
+        self._threads = []
+
+    def come(self, store, rank):
+        return Ending(self.config, self.run_dir, store, rank)
+
+    def end(self, store, rank, **changes):
+        """A rank reaches its end, and waits for what comes of the run."""
+
+        def main():
+            own = result(rank, **changes)
+            self.run_dir.rank_model(rank).write_bytes(b"")
+            ending = self.come(store, rank)
+            ending.hand_in({"result": own.to_json()})
+            try:
+                self.ends[rank] = ending.finish()
+            except RunFailedError as error:
+                self.ends[rank] = error
+            except Dead:
+                pass
+            finally:
+                ending.close()
+
+        self._threads.append(threading.Thread(target=main))
+        self._threads[-1].start()
+
+    def fail(self, store, rank, cause):
+        ending = self.come(store, rank)
+        ending.hand_in({"cause": cause})
+        ending.close()
+
+    def all(self):
+        """What each came to: the summary if it put the run together."""
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        return {
+            rank: None if not isinstance(end, Outcome) else end.summary
+            for rank, end in sorted(self.ends.items())
+        }
 
 
-def run_all(run_dir, endings):
-    came = {rank: [] for rank in endings}
-    threads = [
-        threading.Thread(target=finish, args=(run_dir, ending, came[rank]))
-        for rank, ending in endings.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return came
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
+    return Run(tmp_path)
 
 
-def test_the_lowest_rank_puts_it_together_and_the_others_go(run_dir, endings):
-    for rank, ending in enumerate(endings):
-        ending.hand_in({"result": result(rank).to_json()})
-    came = run_all(run_dir, dict(enumerate(endings)))
-    assert came == {0: [True, ([0, 1, 2, 3], {})], 1: [False], 2: [False], 3: [False]}
+def test_the_lowest_rank_puts_it_together_and_the_others_go(run, store):
+    for rank in range(RANKS):
+        run.end(store, rank)
+    summary, *others = run.all().values()
+    assert others == [None] * 3
+    assert json.loads(run.run_dir.summary.read_text()) == summary
+    assert (summary["lost_ranks"], summary["steps_per_rank"]) == ([], [10] * 4)
+    assert run.run_dir.model.exists()
+    assert run.run_dir.report.exists()
+    assert not run.run_dir.partial.exists()
 
 
-def test_a_file_system_without_locks_is_not_taken_for_a_lock_of_another(
-    run_dir, endings, monkeypatch
-):
-    def flock(file, how):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.0)  # all try at once
-    for rank, ending in enumerate(endings):
-        ending.hand_in({"result": result(rank).to_json()})
-    came = run_all(run_dir, dict(enumerate(endings)))
-    assert sorted(map(len, came.values())) == [1, 1, 1, 2]
-
-
-def test_one_that_never_ends_over_it_is_not_awaited_for_ever(run_dir, monkeypatch):
-    monkeypatch.setattr(_ending, "_LAST_SECONDS", 0.2)
-    ending = Ending(run_dir, dist.HashStore(), 0, 2)
-    ending.hand_in({"result": result(0).to_json()})
-    with (
-        summary_lock(run_dir),
-        pytest.raises(RunFailedError, match=str(run_dir.partial)),
-        ending.turn(),
-    ):
-        pass
-    assert run_dir.rank_result(0).exists()
+def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run, store):
+    run.end(store, 3, lost={"0": LOSS})
+    run.fail(store, 1, "failed: no memory")
+    run.end(store, 2, lost={"0": LOSS})
+    ends = run.all()
+    assert ends[3] is None
+    assert ends[2]["lost_because"] == {
+        "0": "was taken for dead: no sign of life for 10 s",
+        "1": "failed: no memory",
+    }
+    assert ends[2]["losses"]["1"]["when_seconds"] > 1e9
+    assert ends[2]["model_from_rank"] == 2
 
 
-def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run_dir, endings):
+def test_one_that_never_comes_is_lost_when_it_shows_no_sign_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.05)
+    run, store = Run(tmp_path, silent_seconds=2.0), dist.HashStore()
+    evaluates = run.come(store, 0)
+    for rank in (1, 2):
+        run.end(store, rank)
+    run._threads[0].join(4.0)
+    assert not run.ends, "rank 0 lives, and is awaited"
+    evaluates.close()  # as its process dies
+    ends = run.all()
+    assert ends[1]["lost_ranks"] == [0, 3]
+    assert ends[2] is None
+
+
+def test_when_it_dies_over_it_the_others_say_where_the_weights_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.05)
+    run, store = Run(tmp_path, silent_seconds=1.0), dist.HashStore()
+
+    def die(*_):
+        raise Dead
+
+    with monkeypatch.context() as dying:
+        dying.setattr(_ending, "finish", die)
+        for rank in range(RANKS):
+            run.end(store, rank)
+        run._threads[0].join(30)
+    run.all()
     for rank in (1, 2, 3):
-        endings[rank].hand_in({"result": result(rank, lost={"0": LOSS}).to_json()})
-    # Within a third of the time that one is awaited who is not known to be lost.
-    came = run_all(run_dir, {rank: endings[rank] for rank in (1, 2, 3)})
-    assert came[1] == [True, ([1, 2, 3], {0: "was taken for dead: no sign of life for 10 s"})]
-    assert came[2] == came[3] == [False]
+        assert str(run.run_dir.partial) in str(run.ends[rank])
+        assert run.run_dir.rank_model(rank).exists()
 
 
-def test_when_it_dies_over_it_another_takes_its_place(run_dir, endings, monkeypatch):
-    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.05)
-    for rank, ending in enumerate(endings):
-        ending.hand_in({"result": result(rank).to_json()})
-    with endings[0].turn() as mine:
-        assert mine  # its process ends here, and the lock goes with it
-    came = run_all(run_dir, dict(enumerate(endings[1:], start=1)))
-    assert sorted(came.values(), key=str) == [[False], [False], [True, ([0, 1, 2, 3], {})]]
+def knows(*joined, **changes):
+    return {"joined": {str(rank): HOW for rank in joined}, **changes}
 
 
-def test_when_it_never_comes_another_takes_its_place(run_dir, endings, monkeypatch):
-    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.2)
-    for rank in (1, 3):
-        endings[rank].hand_in({"result": result(rank).to_json()})
-    endings[2].hand_in({"cause": "failed: no memory"})
-    came = run_all(run_dir, {rank: endings[rank] for rank in (1, 3)})
-    did = [answer for answer in came.values() if answer[0]]
-    assert len(did) == 1
-    nothing = "handed nothing in within 0 s"
-    assert did[0][1] == ([1, 3], {0: nothing, 2: "failed: no memory"})
-    whose = next(rank for rank, answer in came.items() if answer[0])
-    assert endings[whose].when_seconds.keys() == {2}, "of rank 0 nobody knows when"
+def test_those_who_joined_are_awaited_and_counted(run):
+    store = dist.HashStore()
+    run.end(store, 4, **knows(4, 5, 6, steps=5, left=True, stopped=True))
+    run.fail(store, 5, "failed: no memory")
+    run.come(store, 6)
+    for rank in range(RANKS):
+        run.end(store, rank, **knows(4, 5, 6))
+    run._threads[1].join(0.5)
+    assert not run.ends.get(0), "rank 6 lives"
+    run.end(store, 6, **knows(4, 5, 6))
+    ends = run.all()
+    assert [one["end"] for one in ends[0]["joined"]] == ["left", "lost", "finished"]
+    assert ends[0]["lost_because"] == {"5": "failed: no memory"}
+    assert not ends[0]["interrupted"], "the run went on without the one that left"
+    assert ends[6] is None
 
 
-def test_one_that_still_trains_is_awaited(run_dir, endings, monkeypatch):
-    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.2)
-    endings[1].hand_in({"result": result(1).to_json()})
-    endings[2].hand_in({"cause": "failed: a"})
-    endings[3].hand_in({"cause": "failed: b"})
-    # What it writes now is as new as ever, however long the machine takes to come to it.
-    run_dir.metrics(0).write_text("{}")
-    soon_seconds = time.time() + 3600
-    os.utime(run_dir.metrics(0), (soon_seconds, soon_seconds))
-    came = []
-    other = threading.Thread(target=finish, args=(run_dir, endings[1], came))
-    other.start()
-    other.join(0.5)
-    assert other.is_alive()
-    assert came == []
-    endings[0].hand_in({"result": result(0).to_json()})
-    mine = []
-    finish(run_dir, endings[0], mine)
-    other.join(20)
-    assert mine == [True, ([0, 1], {2: "failed: a", 3: "failed: b"})]
-    assert came == [False]
+def test_those_who_joined_put_it_together_when_all_others_are_lost(run, store):
+    lost = {str(rank): LOSS for rank in range(RANKS)}
+    for rank in (5, 4):
+        run.end(store, rank, **knows(4, 5, lost=lost))
+    ends = run.all()
+    assert ends[5] is None
+    assert ends[4]["lost_ranks"] == [0, 1, 2, 3]
+    assert ends[4]["steps_per_rank"] == [None] * 4 + [10, 10]
+
+
+def test_a_lower_rank_that_comes_late_waits_for_the_one_that_puts_it_together(run):
+    store = dist.HashStore()
+    store.set("end", "1")
+    at_it = run.come(store, 1)
+    run.end(store, 0)
+    run._threads[0].join(0.5)
+    assert not run.ends
+    run.run_dir.summary.write_text("{}")
+    assert run.all() == {0: None}
+    at_it.close()

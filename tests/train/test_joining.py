@@ -31,7 +31,7 @@ def describe(run_dir, **options):
 
 
 def invitation(**changes):
-    found = {"address": "127.0.0.1:1/run/members/1", "refusal": None, "store": None, "data": ""}
+    found = {"address": "127.0.0.1:1/run/members/1", "refusal": None, "data": ""}
     return Invitation(**found | changes)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, _run, run
+from gossipgrad.train import GossipConfig, RunFailedError, _run, run
 from support import launched
 from support.agents import run_torchrun
 from support.held_workers import held_at, struck_at_start
@@ -78,7 +78,7 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
 
 
 def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_run, "_OVER_SECONDS", 0.2)
+    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
     with after_steps(tmp_path, 20, stop(0), before=40):
         outcome = run(config(tmp_path, nproc=2, epochs=4))
     assert outcome.exit_code == 0
@@ -87,27 +87,21 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch
     assert not workers()
 
 
-def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, capfd):
-    with struck_at_start(0, signal.SIGKILL):
-        outcome = run(launched.config(tmp_path, nproc=3, epochs=2, trace=0, shuffle="ring"))
-    assert outcome.summary["lost_ranks"] == [0]
-    assert outcome.summary["losses"]["0"]["step"] == 0
-    assert outcome.summary["steps_per_rank"] == [None, 60, 60]
-    assert outcome.summary["model_is_consensus"]
-    assert "rank 0 was killed by SIGKILL (out of memory?); 2 workers" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "1.* start again", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_is_lost_at_start_up_ends_the_start(tmp_path, monkeypatch, number, what):
+    """Also when it is stopped, and is never heard of."""
+    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
+    options = launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=1.0)
+    with struck_at_start(1, number), pytest.raises(RunFailedError, match=what):
+        run(options)
     assert not workers()
-
-
-@pytest.mark.slow
-def test_a_worker_that_stands_still_at_start_up_does_not_keep_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(_run, "_OVER_SECONDS", 0.2)
-    with struck_at_start(1, signal.SIGSTOP):
-        outcome = run(launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=1.0))
-    assert outcome.summary["lost_ranks"] == [1]
-    first, never, last = outcome.summary["steps_per_rank"]
-    assert (first + last, never) == (3 * 60, None), "two have the shares of three"
-    assert outcome.summary["model_is_consensus"]
-    assert not workers()
+    assert not (tmp_path / "partial").exists(), "the folder is free"
 
 
 SCRIPT = """

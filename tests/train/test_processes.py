@@ -39,6 +39,7 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     outcome = run(config(tmp_path, strategy=strategy, nproc=2, epochs=3))
     assert outcome.exit_code == 0
     assert {file.name for file in tmp_path.iterdir()} == {
+        ".lock",
         "config.json",
         "metrics-rank0.jsonl",
         "metrics-rank1.jsonl",

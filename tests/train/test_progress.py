@@ -1,7 +1,9 @@
+import sys
+
 import pytest
 
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._progress import LiveProgress, PlainProgress
+from gossipgrad.train._progress import Progress
 
 EVENT = {"epoch": 11, "step": 7, "loss": 0.5, "samples_per_second": 40_000.0}
 
@@ -17,7 +19,9 @@ def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    progress = LiveProgress(TrainConfig())
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    progress = Progress(TrainConfig())
     try:
         progress.take({"event": "ready", "total_steps": 100})
         progress.take(EVENT | {"event": "epoch", "accuracy": 0.975, "consensus_distance": None})
@@ -32,7 +36,7 @@ def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures
 
 
 def test_what_happens_to_checkpoints_and_members_is_shown(capsys):
-    progress = PlainProgress(TrainConfig())
+    progress = Progress(TrainConfig())
     progress.take({"event": "checkpoint", "text": "rank 1: a checkpoint could not be saved"})
     progress.take({"event": "members", "text": "rank 3 has joined"})
     shown = capsys.readouterr().err

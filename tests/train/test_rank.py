@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -132,34 +131,6 @@ def test_no_trace_when_none_is_asked_for(train):
 def test_loss_that_is_not_finite_ends_the_run(train):
     with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
         train(epochs=2, lr=1e20)
-
-
-class SlowTest:
-    """A test part that takes for ever: before each batch, a file was last written in 1970."""
-
-    def __init__(self, samples, path):
-        self.samples, self.path, self.ages = samples, path, []
-        self.labels = samples.labels
-
-    def __len__(self):
-        return 2500
-
-    def batch(self, indices, *, augment=None):
-        if len(indices) > 1:  # not the look at the first sample
-            self.ages.append(self.path.stat().st_mtime)
-            os.utime(self.path, (0, 0))
-        return self.samples.batch(indices % len(self.samples))
-
-
-def test_a_rank_that_evaluates_for_long_shows_that_it_lives(train, digits, tmp_path):
-    """Those who put a run together await a rank for as long as it writes its metrics."""
-    slow = SlowTest(digits.test, tmp_path / "run" / "metrics-rank0.jsonl")
-    train(
-        epochs=1,
-        dataset=replace(digits, test=slow, info=replace(digits.info, test_samples=len(slow))),
-    )
-    assert len(slow.ages) >= 3
-    assert all(slow.ages)
 
 
 def test_the_space_of_the_model_is_taken_at_the_start(train, tmp_path):

@@ -114,11 +114,11 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
 ):
     options = free_port(), str(tmp_path), strategy, first, 0.3
     ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100, grouped=False)
-    for exit_code, seconds, _ in ended:
-        assert exit_code == 130
+    assert ended[0][0] == ended[first][0] == 130, "the other may end before it has the signal"
+    for _, seconds, _ in ended:
         assert seconds < 30, "nobody has waited for as long as one waits that is told alone"
     summary = ended[0][2]
-    assert summary["interrupted"]
+    assert (summary["interrupted"], summary["stopped_by"]) == (True, "SIGINT")
     assert summary["steps_per_rank"] == [summary["steps"]] * 2
     assert summary["model_is_consensus"]
     assert summary["consensus_distance"] == 0

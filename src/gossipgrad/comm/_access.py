@@ -26,16 +26,16 @@ _WAY_OUT = (
 
 
 class Access:
-    """Plain links, or links encrypted by CURVE between those who know a secret.
+    """Plain links, or links encrypted by CURVE between holders of a secret.
 
-    All ranks have the same key pair, derived from the secret. A rank lets in only who has it, and
-    connects only to who has it; what is on its way can neither be read nor changed.
+    All ranks have the same key pair, derived from the secret. A rank accepts connections only from
+    holders of the secret, and connects only to them; nobody else can read or change a message.
 
     Args:
         secret: Random bytes that all ranks of a run know and nobody else; None: links are plain.
 
     Attributes:
-        fingerprint: Equal where the secret is equal, and tells nothing of it; None: plain.
+        fingerprint: Equal for equal secrets, and reveals nothing about them; None: links are plain.
     """
 
     def __init__(self, secret: bytes | None) -> None:
@@ -49,13 +49,13 @@ class Access:
 
     @classmethod
     def resolve(cls, encrypt: bool | None) -> "Access":
-        """By the file that `GOSSIPGRAD_SECRET_FILE` names.
+        """Create the access from the file that `GOSSIPGRAD_SECRET_FILE` names.
 
         Args:
             encrypt: Whether to encrypt; None: if a file is named.
 
         Raises:
-            ValueError: The file is missing or no good, or ZeroMQ cannot encrypt here.
+            ValueError: The file is missing or invalid, or ZeroMQ cannot encrypt here.
         """
         where = os.environ.get(SECRET_FILE)
         if encrypt is False or (encrypt is None and not where):
@@ -66,11 +66,11 @@ class Access:
         return cls(_secret_in(where))
 
     def let_in(self, socket: "zmq.Socket[bytes]") -> Authenticator | None:
-        """Makes a socket that will listen refuse those who lack the secret.
+        """Make a listening socket refuse clients without the secret.
 
         Returns:
-            What decides that in a thread of its own, to be stopped before the socket's context
-            ends; None if links are plain.
+            The authenticator, which has its own thread; stop it before the socket's context ends.
+            None if links are plain.
         """
         if self._keys is None:
             return None
@@ -85,23 +85,23 @@ class Access:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with that public key may come in; asked by the authenticator."""
+        """Whether a client with that public key may connect; called by the authenticator."""
         return self._keys is not None and key == self._keys[0]
 
     def identify(self, socket: "zmq.Socket[bytes]") -> None:
-        """Gives a socket that will connect the key to come in with."""
+        """Give a connecting socket the run's keys."""
         if self._keys is not None:
             socket.curve_publickey, socket.curve_secretkey = self._keys
             socket.curve_serverkey = self._keys[0]
 
 
 def meet_access(group: Group, encrypt: bool | None) -> Access:
-    """This rank's access, once all ranks are known to have the same; a collective.
+    """Return this rank's access after checking that all ranks have the same; a collective.
 
     Raises:
-        ValueError: This rank's secret is missing or no good.
+        ValueError: This rank's secret is missing or invalid.
         AgreementError: Ranks have different secrets, or only some encrypt.
-        GossipError: Another rank's secret is missing or no good.
+        GossipError: Another rank's secret is missing or invalid.
     """
     access, mistake = Access(None), None
     try:
@@ -122,10 +122,10 @@ def meet_access(group: Group, encrypt: bool | None) -> Access:
 
 
 def check_same(rank: int, fingerprint: str | None, others: str | None) -> None:
-    """Compares the fingerprint of a rank with that of the others.
+    """Compare the fingerprint of a rank with that of the others.
 
     Raises:
-        AgreementError: It has another secret, or only one of the two encrypts.
+        AgreementError: The secrets differ, or only one of the two encrypts.
     """
     if fingerprint == others:
         return
@@ -138,28 +138,28 @@ def check_same(rank: int, fingerprint: str | None, others: str | None) -> None:
             f"rank ({SECRET_FILE}), or none"
         )
     raise AgreementError(
-        f"rank {rank} has another secret than others: see that {SECRET_FILE} names a file with "
+        f"rank {rank} has another secret than the others: make {SECRET_FILE} name a file with "
         "the same content on every rank"
     )
 
 
 def check_secret(encrypt: bool | None) -> None:
-    """Raises what would keep this rank from encrypting, before there are others; local.
+    """Raise the error that would keep this rank from encrypting, before it meets others; local.
 
     Args:
         encrypt: Whether to encrypt; None: if a file with a secret is named.
 
     Raises:
-        ValueError: The file is missing or no good, or ZeroMQ cannot encrypt here.
+        ValueError: The file is missing or invalid, or ZeroMQ cannot encrypt here.
     """
     Access.resolve(encrypt)
 
 
 def check_encrypt(encrypt: object) -> None:
-    """Raises if that is no setting, or ZeroMQ cannot encrypt here.
+    """Check a value of `encrypt`.
 
     Raises:
-        ValueError: It is so.
+        ValueError: It is not True, False or None, or ZeroMQ cannot encrypt here.
     """
     if encrypt is not None and not isinstance(encrypt, bool):
         raise ValueError(f"encrypt must be True, False or None, got {encrypt!r}")
@@ -176,11 +176,11 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
 
 
 def _secret_in(where: str) -> bytes:
-    """What a file holds, space at both ends left out; warns if other users can read it."""
+    """Return a file's stripped content; warn if other users can read it."""
     path = Path(where)
     try:
         if not path.is_file():  # a pipe might never end
-            raise FileNotFoundError(errno.ENOENT, "there is no plain file")
+            raise FileNotFoundError(errno.ENOENT, "not a plain file")
         mode, content = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
         raise ValueError(

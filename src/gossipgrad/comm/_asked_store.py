@@ -1,4 +1,4 @@
-"""Asking a rendezvous store that may hang, without hanging oneself; and ending with the process."""
+"""Requests to a rendezvous store that may hang, without hanging; shutdown with the process."""
 
 import atexit
 import queue
@@ -19,21 +19,21 @@ __all__ = ["AskedStore", "Deadline", "StoreSilentError", "StoreThread", "finaliz
 T = TypeVar("T")
 
 _LISTEN_SECONDS = 0.05
-_LOOK_SECONDS = 0.5  # of the time between two looks count; a thread that waits looks far more often
-_END_SECONDS = 2.0  # a store that hangs keeps no process from its end
+_LOOK_SECONDS = 0.5  # the most that counts between two checks; waits check far more often
+_END_SECONDS = 2.0  # a store that hangs must not keep a process from exiting
 
 _Question = tuple[Callable[[dist.Store], Any], "Future[Any]"]
 
 
 class StoreSilentError(RuntimeError):
-    """The rendezvous store did not answer in time: its host hangs, or is out of reach."""
+    """The rendezvous store did not answer in time: its host hangs or cannot be reached."""
 
 
 class Deadline:
-    """A timeout of which only the time counts that this process itself has run.
+    """A timeout that counts only time in which this process ran.
 
-    A process that is stopped (SIGSTOP, a host that sleeps) would else find that others, who may
-    have answered long ago, are late.
+    Otherwise a process that was stopped (SIGSTOP, a sleeping host) would find others late that
+    answered long ago.
 
     Args:
         seconds: How long.
@@ -44,7 +44,7 @@ class Deadline:
         self._looked_seconds = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether the time is over; to be asked again and again while waiting."""
+        """Whether the time is over; call it repeatedly while waiting."""
         now = time.monotonic()
         self._left_seconds -= min(now - self._looked_seconds, _LOOK_SECONDS)
         self._looked_seconds = now
@@ -52,16 +52,16 @@ class Deadline:
 
 
 class StoreThread(threading.Thread):
-    """A daemon that asks a store. The end of the process ends it first, and waits for it a little.
+    """A daemon thread that queries a store; at exit it is stopped first, and joined briefly.
 
-    A thread that comes back from a call of torch's store while the interpreter ends aborts the
+    A thread that returns from a call of torch's store while the interpreter shuts down aborts the
     process ("terminate called without an active exception"), whose exit code then says that it
     failed: the interpreter ends the thread inside C++ that cannot be unwound.
 
     Args:
-        target: What it does.
-        end: Tells it to end; may be called several times, and returns at once.
-        name: Of the thread.
+        target: The function to run.
+        end: Asks the thread to end; may be called several times, and returns immediately.
+        name: The thread's name.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class StoreThread(threading.Thread):
 
 
 class AskedStore:
-    """A rendezvous store, asked by a thread with a connection of its own.
+    """A rendezvous store, queried by a thread with its own connection.
 
-    A store whose host is stopped accepts questions and never answers, and its client waits in them
-    for as long. Here it is the thread that waits. One thread asks, one question at a time and in
-    order; once one is not answered in time, every other fails at once until its answer comes.
+    A store whose host is stopped accepts requests and never answers, and its client blocks. Here
+    only the thread blocks. It sends one request at a time, in order; after a timeout every other
+    request fails immediately until the answer arrives.
 
     Args:
-        store: The store, of which a clone is asked; or what makes a connection to it.
-        timeout_seconds: How long an answer is awaited.
+        store: The store, which is cloned; or a function that connects to it.
+        timeout_seconds: How long to wait for an answer.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class AskedStore:
         timeout_seconds: float | None = None,
         listen: Callable[[], object] = lambda: None,
     ) -> T:
-        """What `question` returns for the store; can be interrupted.
+        """Return `question(store)`; can be interrupted.
 
         Args:
             question: Called with the store, in the thread.
-            timeout_seconds: How long its answer is awaited; None: as always.
-            listen: Called in between; what it raises ends the wait.
+            timeout_seconds: How long to wait for its answer; None: the default.
+            listen: Called while waiting; an error that it raises ends the wait.
 
         Raises:
-            StoreSilentError: There is no answer in time, or to an earlier question.
+            StoreSilentError: This question or an earlier one was not answered in time.
             RuntimeError: As the store does.
         """
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -122,14 +122,14 @@ class AskedStore:
             try:
                 return answer.result(_LISTEN_SECONDS)
             except NotYetError:
-                if answer.done():  # just now, or the error is the store's own
+                if answer.done():  # answered just now, or the store's own error
                     return answer.result()
                 listen()
         self._silent = answer
         raise StoreSilentError(f"the rendezvous store did not answer within {limit:g} s")
 
     def begin(self, question: Callable[[dist.Store], T]) -> "Future[T]":
-        """Asks without waiting, behind all that was asked before; the answer comes in time."""
+        """Queue a question without waiting; the future gets its answer."""
         answer: Future[T] = Future()
         self._questions.put((question, answer))
         if self._thread.ident is None:
@@ -140,14 +140,14 @@ class AskedStore:
 def finalize_early(
     owner: object, end: Callable[..., object], *arguments: object
 ) -> weakref.finalize:
-    """As `weakref.finalize`, but at the end of the process before libraries in use shut down.
+    """Like `weakref.finalize`, but at exit it runs before the libraries in use shut down.
 
-    What `atexit` has last comes first. `weakref` registered before ZeroMQ did, over which the last
-    word of a session goes.
+    `atexit` calls in reverse order of registration. `weakref` registered before ZeroMQ did, and a
+    session still sends its last message over ZeroMQ.
     """
     finalizer = weakref.finalize(owner, end, *arguments)
     finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
-    atexit.register(finalizer)  # does nothing once it was called or detached
+    atexit.register(finalizer)  # does nothing after it was called or detached
     return finalizer
 
 
@@ -162,7 +162,7 @@ def _answer(
                 connection = connect()
             answer.set_result(question(connection))
         except BaseException as error:
-            connection = None  # one that has failed once stays broken
+            connection = None  # a connection that failed once stays broken
             answer.set_exception(error)
         del asked, question, answer
 
@@ -176,5 +176,5 @@ def _end_all() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Before what registers later: sessions that nobody has closed ask the store at the end.
+# Registered first, so it runs after later ones: unclosed sessions query the store at exit.
 atexit.register(_end_all)

@@ -35,7 +35,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorSpec":
-        """The spec of a tensor, or of its local shard.
+        """Return the spec of a tensor, or of its local shard.
 
         Raises:
             ValueError: If it is complex, sparse, or not of a floating type that can be averaged.
@@ -59,16 +59,16 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A run of tensors that travel as one message.
+    """Consecutive tensors that are sent as one message.
 
     Attributes:
-        indices: Places of its tensors in the plan's `specs`, in the order of storage.
+        indices: Indices of its tensors in the plan's `specs`, in the order of storage.
         part: Wire type and number of elements.
         dtype: Type of the tensors themselves, the same for all in a bucket.
     """
@@ -80,11 +80,11 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Which tensor lies in which bucket; equal on all ranks.
+    """The assignment of tensors to buckets; equal on all ranks.
 
     Buckets follow the reverse of `specs`, which is the order in which backward finishes gradients
-    when `specs` is in the order of the forward pass. A bucket has tensors of one type, and is full
-    at `bucket_bytes`. Tensors are not cut: a larger one makes a larger bucket.
+    when `specs` is in the order of the forward pass. A bucket holds tensors of one type, and is
+    full at `bucket_bytes`. Tensors are not split: a larger tensor gets a larger bucket.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -98,15 +98,15 @@ class BucketPlan:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire_dtype: torch.dtype | None = None,
     ) -> "BucketPlan":
-        """Deals tensors into buckets.
+        """Assign tensors to buckets.
 
         Args:
             specs: The tensors, in the order of the forward pass.
             bucket_bytes: Bytes on the wire at which a bucket is full.
-            wire_dtype: What elements are sent as; None for the tensors' own type.
+            wire_dtype: Type of the elements on the wire; None for the tensors' own type.
 
         Raises:
-            ValueError: If `bucket_bytes` is not positive or `wire_dtype` is not one of ours.
+            ValueError: If `bucket_bytes` is not positive or `wire_dtype` is not supported.
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
@@ -135,7 +135,7 @@ class BucketPlan:
         return cls(tuple(specs), tuple(buckets))
 
     def sending(self, part_of: Callable[[Part], Part]) -> "BucketPlan":
-        """As many buckets, each of one flat tensor that is sent in place of all it has."""
+        """Return as many buckets, each with one flat tensor that is sent instead of its tensors."""
         parts = [part_of(bucket.part) for bucket in self.buckets]
         return BucketPlan(
             specs=tuple(
@@ -150,7 +150,7 @@ class BucketPlan:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What a channel must know of the buckets."""
+        """The buckets' types and sizes, as a channel needs them."""
         return tuple(bucket.part for bucket in self.buckets)
 
     @property

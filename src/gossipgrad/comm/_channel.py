@@ -21,9 +21,9 @@ __all__ = ["Channel"]
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 0.2  # for the last message; a peer that misses it sees the link go down
+_LEAVE_SECONDS = 0.2  # to send LEAVE; a peer that misses it sees the link close
 _LEFT = "left"
-_WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths are seen
+_WAKE_SECONDS = 0.5  # a wait wakes this often, to notice Ctrl-C and silent deaths
 _END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`
 
 
@@ -31,23 +31,23 @@ class Channel:
     """Exchanges buckets with partners, one round after the other.
 
     An exchange counts iff both ends sent their part, in the same era: a generation of the
-    membership, and in it an epoch between two collectives. A rank gives a round up (voids it) only
-    before sending, and says so on that link. What is received is checked against the plan before it
-    is kept: run, sender, bucket, dtype and size; anything else is dropped and counted in `refused`.
+    membership and an epoch (between two collectives) in it. A rank voids a round only before
+    sending, and notifies the partner. Every message is checked against the plan before it is kept:
+    run, sender, bucket, dtype and size; any other is dropped and counted in `refused`.
 
     When a peer is late, `take` returns `LATE` at the deadline and the exchange stays open. When it
-    died or left, its open exchanges end as `DEAD_PEER`; no call raises for it.
+    died or left, its open exchanges end as `DEAD_PEER`; no call raises for that.
 
     Args:
         transport: Moves the bytes.
-        run: 16 bytes that tell this run's messages from all others.
+        run: 16 bytes that identify this run's messages.
         plan: dtype and size of each bucket, equal on all ranks.
-        credits: Rounds that may be open on one link; a further one is void at once. This bounds
+        credits: Rounds that may be open on one link; a further one is void immediately. This bounds
             the memory: `credits + 1` snapshots.
-        generation: The membership this rank lives in, until it enters another.
-        liveness: Is notified of who is gone, and of later generations.
-        peers: The ranks that live, where this one joins others: it does not say that it enters
-            until it arrives. None: those of the transport, who begin together.
+        generation: The generation of this rank's membership at the start.
+        liveness: Notified of ranks that left or died, and of later generations.
+        peers: For a joiner, the living ranks; it takes part in rounds after `arrive`. None: all
+            ranks of the transport, which start together.
 
     Attributes:
         heard: The highest round that a message has named, -1 before any.
@@ -82,27 +82,27 @@ class Channel:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._listener: int | None = None  # the thread that receives
-        self._is_over = False  # nobody receives any more
+        self._is_over = False  # no thread receives any more
         self._liveness = liveness or Liveness()
-        # All other ranks that were members in a generation that this rank has lived in.
+        # All other ranks that were members of a generation that this rank was in.
         self._peers = set(range(self.world_size) if peers is None else peers) - {self.rank}
         self._arrived = peers is None
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._outboxes: dict[int, Outbox] = {}  # of links that are open
         self._grants = Grants(self._changed, self._ledgers, self._say)
-        self._last = -1  # place of the last round that was posted here
+        self._last = -1  # position of the last round that was posted here
         self._later_epoch = 0  # of a peer that takes part in rounds of it
         self._accept_mail: Callable[[Header, Tensor | None], None] | None = None
 
     @property
     def early_bytes(self) -> int:
-        """Memory of what arrived before this rank posted its round."""
+        """Bytes of the parts that arrived before this rank posted their round."""
         with self._lock:
             return sum(v.nbytes for to in self._ledgers.values() for v in to.early.values())
 
     @property
     def gone(self) -> dict[int, str]:
-        """Ranks that left or were lost, with which of the two."""
+        """Ranks that left or were lost, and which of the two."""
         with self._lock:
             return {peer: to.gone for peer, to in self._ledgers.items() if to.gone is not None}
 
@@ -118,15 +118,15 @@ class Channel:
         recv_from: int | None,
         ready: Callable[[], None] | None = None,
     ) -> Exchange:
-        """Sends this rank's part of a bucket and expects the partner's; returns at once.
+        """Send this rank's part of a bucket and expect the partner's; return immediately.
 
         Args:
             round: The round; on one link, rounds are posted in rising order.
             bucket: Index into the plan.
             payload: Flat, contiguous, in host memory, as the plan says. It must not be written
                 before `exchange.ticket.done`.
-            send_to: Who gets this part, None for no one.
-            recv_from: Whose part is expected, None for no one.
+            send_to: The rank to send this part to, None for none.
+            recv_from: The rank to expect a part from, None for none.
             ready: Called in a background thread before sending; returns when `payload` is filled
                 (a copy from an accelerator, say).
 
@@ -142,7 +142,7 @@ class Channel:
             if self.closed or not is_member:
                 exchange.finish(Outcome.VOID)
                 if send_to == recv_from and not self.closed:
-                    self.void(round, send_to)  # else the partner waits for it
+                    self.void(round, send_to)  # otherwise the partner waits for it
                 return exchange
             self._last = max(self._last, exchange.at)
             self._grants.answer(self._last)
@@ -162,14 +162,15 @@ class Channel:
         return exchange
 
     def turn(self, round: int, send_to: int) -> Callable[[float], None]:
-        """What a part calls in a background thread, not to collide with those of rounds before it.
+        """Return a function that delays a part until earlier rounds no longer use the link.
 
-        Returns when the receiver's link is free, the round void, or so many seconds are over.
+        A background thread calls it before sending. It returns when the receiver's link is free,
+        the round is void, or the seconds passed to it are over.
         """
         return self._grants.turn(send_to, self._place(round))
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
-        """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open.
+        """Wait for the partner's part, at most `timeout_seconds`; `LATE` leaves the exchange open.
 
         Raises:
             GossipError: If a part of this rank could not be sent.
@@ -182,9 +183,9 @@ class Channel:
         return exchange.outcome
 
     def poll(self, timeout_seconds: float = 0.0, awaited: Exchange | None = None) -> None:
-        """Accepts what has arrived; waits for the first message at most `timeout_seconds`.
+        """Accept messages; wait for the first at most `timeout_seconds`.
 
-        One thread at a time listens, and may serve those that wait beside it for what is `awaited`.
+        One thread at a time receives; other threads wait until it has received what is `awaited`.
         """
         deadline = time.perf_counter() + timeout_seconds
         with self._changed:
@@ -214,14 +215,14 @@ class Channel:
                 self._changed.notify_all()
 
     def cancel(self, exchange: Exchange) -> None:
-        """Gives up an open exchange; the partner's part is dropped should it arrive."""
+        """End an open exchange as void; the partner's part is dropped if it arrives."""
         with self._lock:
             if exchange.open:
                 assert exchange.recv_from is not None
                 self._ledgers[exchange.recv_from].cancel(exchange)
 
     def void(self, round: int, send_to: int | None) -> None:
-        """Gives a round up before any part of it was sent, and notifies `send_to`."""
+        """Void a round before any part of it was sent, and notify `send_to`."""
         if send_to is None:
             return
         with self._lock:
@@ -235,12 +236,12 @@ class Channel:
     # -- collectives and generations --------------------------------------------------------
 
     def fence(self) -> int:
-        """Begins a collective: enters the next epoch, notifies everyone, and returns its number.
+        """Begin a collective: enter the next epoch, notify all peers, and return the epoch.
 
-        Nothing more is sent of earlier epochs. So partners that are rounds ahead see those rounds
-        as void instead of waiting for this rank, and what both ends have sent still counts. If the
-        collective fails, rounds go on in this epoch: a peer that has not entered it does so after
-        the first round that this rank makes with it, which is void.
+        This rank sends no further part of earlier epochs. Partners that are rounds ahead see those
+        rounds as void instead of waiting for this rank; an exchange that both ends sent still
+        counts. If the collective fails, rounds continue in this epoch: a peer that has not entered
+        it does so after its first round with this rank, which is void.
         """
         with self._lock:
             self._enter_era(self.generation, self.epoch + 1)
@@ -248,29 +249,29 @@ class Channel:
             return self.epoch
 
     def resume(self, epochs: Mapping[int, int], next_round: int) -> None:
-        """Ends a collective that all ranks have entered.
+        """End a collective that all ranks entered.
 
         Args:
-            epochs: What `fence` returned on each rank.
-            next_round: Where rounds go on, equal on all ranks.
+            epochs: The epoch that `fence` returned on each rank.
+            next_round: The next round, equal on all ranks.
         """
         with self._lock:
             self._enter_era(self.generation, max(epochs.values()))
             self.heard = next_round - 1
             for peer in epochs.keys() - {self.rank}:
-                # Its word for that may come later than this collective has ended.
+                # Its FENCE may arrive after the end of this collective.
                 self._ledgers[peer].latest = max(self._ledgers[peer].latest, self._place(0))
 
     def restart(self, next_round: int, members: Iterable[int]) -> None:
-        """After a collective, all ranks at once: rounds go on by lower numbers, in a new epoch."""
+        """Restart at a lower round in a new epoch; all ranks together, after a collective."""
         self.resume(dict.fromkeys(members, self.epoch + 1), next_round)
 
     def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
-        """Lives in another membership from `next_round` on, and notifies those who live in it.
+        """Enter another generation from `next_round` on, and notify its members.
 
-        What is in flight with them counts if both have sent their part before they entered; with
-        others it is over. Rounds with a peer are void until it has said that it entered, too. Links
-        that broke between those who live are made anew.
+        An exchange in flight with a member counts if both sent their part before they entered; one
+        with any other rank is over. Rounds with a peer are void until it has entered, too. Broken
+        links between living ranks are reopened.
         """
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
@@ -286,16 +287,16 @@ class Channel:
                 self._notify(Kind.FENCE, living, next_round)
 
     def arrive(self, next_round: int, living: Collection[int]) -> None:
-        """Takes part from `next_round` on, where this rank has joined others, and notifies them.
+        """Take part from `next_round` on as a joiner, and notify the others.
 
-        Until then rounds with it are void at once on all of them.
+        Before that, rounds with this rank are void immediately on all of them.
         """
         with self._lock:
             self._arrived = True
             self._notify(Kind.FENCE, living, next_round)
 
     def replan(self, plan: Sequence[Part]) -> None:
-        """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
+        """Continue with other buckets; all ranks together, between rounds, with nothing open."""
         with self._lock:
             for ledger in self._ledgers.values():
                 assert not ledger.open, "exchanges are open"
@@ -303,12 +304,12 @@ class Channel:
             self.plan = tuple(plan)
 
     def close(self, linger_seconds: float = 2.0) -> None:
-        """Sends LEAVE on every link and closes; open exchanges end as `VOID`; local.
+        """Send LEAVE on every link and close; open exchanges end as `VOID`; local.
 
-        What was posted is sent on for at most `linger_seconds`.
+        Posted parts are still sent, for at most `linger_seconds`.
         """
         if os.getpid() != self._process:
-            return  # a fork of the process: the links are its parent's
+            return  # a forked child: the links belong to its parent
         with self._lock:
             if self.closed:
                 return
@@ -318,7 +319,7 @@ class Channel:
                 for exchange in [*ledger.open.values()]:
                     ledger.cancel(exchange)
         deadline = time.perf_counter() + linger_seconds
-        with ExitStack() as at_last:  # the first comes last; all run, even in an interrupt
+        with ExitStack() as at_last:  # in reverse order; all run, even after an interrupt
             at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))
             at_last.callback(self._drain, deadline)
             self.poll(0.0)
@@ -328,13 +329,13 @@ class Channel:
     # -- mail -------------------------------------------------------------------------------
 
     def attach(self, accept: Callable[[Header, Tensor | None], None]) -> None:
-        """Calls `accept` for all mail from now on; it returns at once, or raises `WireError`."""
+        """Call `accept` for all mail from now on; it must not block, and may raise `WireError`."""
         with self._lock:
             assert self._accept_mail is None, "a channel has one mailbox"
             self._accept_mail = accept
 
     def watch(self, peer: int) -> None:
-        """Opens the link to a peer, so that its end is noticed, though nothing was sent yet."""
+        """Open the link to a peer, to notice its death even before anything is sent."""
         with self._lock:
             self.transport.open(peer)
             self._outbox(peer)
@@ -342,7 +343,7 @@ class Channel:
     def send_mail(
         self, key: int, version: int, values: Tensor, peers: Iterable[int]
     ) -> list[Ticket]:
-        """Sends a version of a mailbox's tensor to peers that are not gone; returns at once."""
+        """Send a version of a mailbox's tensor to living peers; return immediately."""
         part = Part(values.dtype, values.numel())
         header = self._header(Kind.MAIL, version, key, part)
         with self._lock:
@@ -382,7 +383,7 @@ class Channel:
             self._send(peer, self._header(kind, round))
 
     def _say(self, kind: Kind, peer: int, at: int) -> None:
-        """Sends `ASK` or `GO` of a round of this era, past what waits to be sent."""
+        """Send `ASK` or `GO` for a round of this era, ahead of waiting parts."""
         round = at - self._place(0)
         if round >= 0 and self._ledgers[peer].gone is None:
             self._outbox(peer)
@@ -401,20 +402,20 @@ class Channel:
             ledger.prune(before=self._place(0))
 
     def _follow_epoch(self, round: int) -> None:
-        """Enters, between two rounds, the epoch of a peer whose collective has failed."""
+        """Enter the epoch of a peer whose collective failed; between two rounds."""
         if self._later_epoch > self.epoch and self._place(round) > self._last:
             self._enter_era(self.generation, self._later_epoch)
 
     def _read(self, arrival: Received) -> tuple[Header, Tensor | None]:
-        """The header of a message of this run, and what it brings.
+        """Return the header and payload of a message of this run.
 
         Raises:
-            WireError: It is none, or does not fit the plan.
+            WireError: It belongs to no such message, or does not fit the plan.
         """
         header, payload = Header.unpack(arrival.header), arrival.payload
         if header.run != self.run:
             raise WireError("it belongs to another run")
-        # One that joins may send before this rank has heard of its generation.
+        # A joiner may send before this rank knows its generation.
         is_known = header.sender in self._peers or header.generation > self.generation
         if header.sender == self.rank or not is_known:
             raise WireError(f"rank {header.sender} is no peer of this run")
@@ -437,17 +438,17 @@ class Channel:
             logger.debug("rank %d dropped a message: %s", self.rank, error)
 
     def _handle(self, header: Header, payload: Tensor | None) -> None:
-        """Does what a message of this run says.
+        """Handle a message of this run.
 
         Raises:
-            WireError: Its sender is gone, or what it brings cannot be kept.
+            WireError: Its sender is gone, or its payload cannot be kept.
         """
         kind, peer = header.kind, header.sender
         ledger = self._ledgers[peer]
         if ledger.gone is not None:
             is_last = kind in (Kind.LEAVE, Kind.PART)
             if ledger.gone == LOST and not ledger.was_notified and not is_last:
-                # Our link to it broke, not its to us: without a message it would wait for us.
+                # Only our link to it broke, not its link to us: notify it, or it waits for us.
                 ledger.was_notified = True
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
             raise WireError(f"rank {peer} {ledger.gone}")
@@ -459,14 +460,14 @@ class Channel:
         elif kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
         elif kind is Kind.PART:
-            if header.generation >= self.generation:  # else the link was made anew since
+            if header.generation >= self.generation:  # otherwise the link was reopened since
                 ledger.was_notified = True
                 self._lose(peer, LOST)
         elif kind in (Kind.ASK, Kind.GO):
             self._grants.hear(kind, peer, at)
         else:
             ledger.advance(at + 1 if kind is Kind.VOID else at)
-            if at >= self._place(0):  # of an earlier era it may be of a rank that is lost
+            if at >= self._place(0):  # in an earlier era the sender may be a lost rank
                 self.heard = max(self.heard, header.round)
             if kind is not Kind.FENCE and header.generation == self.generation:
                 self._later_epoch = max(self._later_epoch, header.epoch)
@@ -482,7 +483,7 @@ class Channel:
         if ledger.gone is not None:
             return
         level = logging.INFO if how == _LEFT else logging.WARNING
-        logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
+        logger.log(level, "rank %d %s; rank %d continues without it", peer, how, self.rank)
         ledger.end(how)
         if peer in self._outboxes:
             self._outboxes[peer].end()
@@ -500,7 +501,7 @@ class Channel:
                 outbox.drain(deadline - time.perf_counter())
 
     def _end(self, leave_seconds: float) -> None:
-        """Sends LEAVE and closes the transport, once no other thread receives."""
+        """Send LEAVE and close the transport, when no other thread receives."""
         try:
             with self._lock:
                 self._notify(Kind.LEAVE, [*self._outboxes], 0)
@@ -508,11 +509,11 @@ class Channel:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
-                # A session that nobody closed may be collected, and so closed, in its listener.
+                # An unclosed session may be collected, and so closed, in its receiving thread.
                 has_ended = self._changed.wait_for(
                     lambda: self._listener in (None, threading.get_ident()), _END_SECONDS
                 )
             if has_ended:
                 self.transport.close(leave_seconds)
             else:
-                logger.warning("a thread listens still: rank %d leaves its links open", self.rank)
+                logger.warning("a thread still receives: rank %d leaves its links open", self.rank)

@@ -1,4 +1,4 @@
-"""Faults by script: drop, delay or kill at a rank and round, over any transport."""
+"""Scripted faults: drop, delay or kill at a rank and round, over any transport."""
 
 import re
 import threading
@@ -41,19 +41,19 @@ class Faults:
     kills: dict[int, int] = field(default_factory=dict)
 
     def drop(self, *, rank: int, round: int) -> "Faults":
-        """What `rank` sends in `round` never arrives."""
+        """Drop the messages that `rank` sends in `round`."""
         self.drops.add((rank, round))
         return self
 
     def delay(self, *, rank: int, round: int, seconds: float) -> "Faults":
-        """What `rank` sends in `round` arrives `seconds` later; the rank itself goes on."""
+        """Deliver messages that `rank` sends in `round` `seconds` later; the rank does not wait."""
         if seconds < 0:
             raise ValueError(f"seconds must not be negative, got {seconds}")
         self.delays[rank, round] = seconds
         return self
 
     def kill(self, *, rank: int, round: int) -> "Faults":
-        """`rank` dies when it would send its part of `round`, without a word."""
+        """Kill `rank` just before it sends its part of `round`; it notifies nobody."""
         self.kills[rank] = min(round, self.kills.get(rank, round))
         return self
 
@@ -69,11 +69,11 @@ class Faults:
 
     @classmethod
     def parse(cls, script: str) -> "Faults":
-        """The faults of a script in words, one after the other with `;` or a new line between.
+        """Parse a script of faults, separated by `;` or new lines.
 
         Args:
             script: `delay rank=R round=N seconds=S`, `drop rank=R round=N`, `kill rank=R round=N`;
-                `rounds=N-M` in place of `round=N` for all from N to M.
+                `rounds=N-M` instead of `round=N` for all from N to M.
 
         Raises:
             ValueError: A fault is none of these.
@@ -112,9 +112,9 @@ class Faults:
 
 
 class FaultyTransport:
-    """Wraps a transport and lets `Faults` happen to what this rank sends.
+    """A wrapper around a transport that applies `Faults` to the messages this rank sends.
 
-    What comes behind a delayed message on the same link waits with it: order is kept.
+    Later messages on the same link wait behind a delayed one: order is kept.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -136,7 +136,7 @@ class FaultyTransport:
             self._inner.open(peer)
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
-        """Sends, later or not at all, as the script says.
+        """Send now, later or not at all, as the script says.
 
         Raises:
             ScriptedDeathError: If the script kills this rank now.
@@ -163,7 +163,7 @@ class FaultyTransport:
             return self._outboxes[peer].send(header, payload, ready)
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
-        """What has come; nothing any more once this rank is dead."""
+        """Return the received messages; none after this rank is dead."""
         with self._receiving:
             return [] if self._dead.is_set() else self._inner.receive(timeout_seconds)
 
@@ -176,7 +176,7 @@ class FaultyTransport:
             self._inner.forget(peer)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Closes; what is still delayed is sent first if there is time, else lost."""
+        """Close; delayed messages are sent first if there is time, otherwise lost."""
         if not self._dead.is_set():
             deadline = time.monotonic() + linger_seconds
             with self._lock:

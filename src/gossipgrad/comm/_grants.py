@@ -1,4 +1,4 @@
-"""Permission to send: asked for by one end, granted when the receiver's link is free."""
+"""Permission to send: requested by one end, granted when the receiver's link is free."""
 
 import threading
 import time
@@ -11,21 +11,21 @@ from gossipgrad.comm._wire import Kind
 
 __all__ = ["Grants"]
 
-_LOOK_SECONDS = 0.1  # how often a wait looks whether it has become idle
+_LOOK_SECONDS = 0.1  # how often a wait checks whether the link is idle
 
 
 class Grants:
-    """Lets a part wait until its receiver has taken in the rounds before.
+    """Delays a part until its receiver has received the rounds before.
 
-    Where an exchange takes longer than the compute, ranks that are out of step send into links on
-    which the round before is still coming: both take longer, those that await them send later, and
-    nobody ever gets back into step. So one that was held up asks before it sends, and gets a go
-    when nothing is on its way to the receiver, or the receiver has come to that round itself.
+    Where an exchange takes longer than the compute, ranks that are out of step send into links that
+    still carry the round before. Both transfers then take longer, their receivers send later, and
+    the ranks never get back into step. So a delayed rank asks before it sends. The receiver grants
+    it when nothing is in flight to it, or when it has reached that round itself.
 
     Args:
-        changed: Of the channel; its lock is held by the caller, but for `turn`.
-        ledgers: What stands between this rank and each peer.
-        say: Tells a peer `ASK` or `GO` of the round at a place, unless that is of another era.
+        changed: The channel's condition; the caller holds its lock, except in `turn`.
+        ledgers: The state of the link to each peer.
+        say: Sends a peer `ASK` or `GO` for the round at a position, unless that is of another era.
     """
 
     def __init__(
@@ -40,31 +40,31 @@ class Grants:
         self._asked: dict[int, int] = {}
         self._granted: defaultdict[int, int] = defaultdict(lambda: -1)
         self._last = -1
-        self._free = -1  # up to this place nothing waits any more
+        self._free = -1  # up to this position no part waits
 
     def turn(self, peer: int, at: int) -> Callable[[float], None]:
-        """Asks and waits for leave to send, at most so many seconds; not for what is void."""
+        """Return a function that asks for permission and waits for it; not for a void round."""
         return partial(self._wait, peer, at)
 
     def hear(self, kind: Kind, peer: int, at: int) -> None:
-        """A peer asks, or grants what was asked.
+        """Handle a peer's request or grant.
 
-        Who asks has come to that round itself: where the two send to each other, its grant would
-        come behind all that it sends.
+        A peer that asks has reached that round itself: where the two send to each other, its grant
+        would arrive behind its own part.
         """
         if kind is Kind.ASK:
             self._asked[peer] = at
         self._granted[peer] = max(self._granted[peer], at)
 
     def release(self, last: int) -> None:
-        """What was posted up to a place waits no more: a word for others stands behind it."""
+        """Let all parts up to a position leave: a message to peers waits behind them."""
         self._free = max(self._free, last)
         self._changed.notify_all()
 
     def answer(self, last: int) -> None:
-        """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
+        """Grant requests for rounds up to `last`, and for the next one if no part is awaited.
 
-        Called whenever messages have come; so those that wait look at what they have.
+        Called after messages arrived; waiting parts then check their grants.
         """
         self._last = last
         self._changed.notify_all()
@@ -85,7 +85,7 @@ class Grants:
         to = self._ledgers[peer]
         if to.gone is not None or at < to.past:
             return False
-        if at < self._last or at <= self._free:  # a later round, or a word, is behind it
+        if at < self._last or at <= self._free:  # a later round or a message waits behind it
             return False
         return max(self._granted[peer], to.latest) < at  # it sends that round itself
 

@@ -1,4 +1,4 @@
-"""The collectives of a session, on a private Gloo group that nothing else talks on."""
+"""The collectives of a session, on a private Gloo group."""
 
 import contextlib
 import json
@@ -27,46 +27,47 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.0005
 _MOST_POLL_SECONDS = 0.005
-_POLL_SHARE = 1 / 40  # of the wait so far: looking costs the ranks of one machine their processors
+_POLL_SHARE = 1 / 40  # of the wait so far: polling costs ranks of the same machine CPU time
 _AT_ONCE_BYTES = 1024  # of one packet
 _CHUNK_BYTES = 8 << 20  # each within the time that a collective may take, on slow networks too
 _LISTEN_SECONDS = 0.05
 _STORE_SECONDS = 10.0
 _CLOSED = "this rank has closed its session"
-_LAST_BYTES_SECONDS = 1.0  # for those of a collective that all members have come to
+_LAST_BYTES_SECONDS = 1.0  # for a collective that all members have entered
 
 
 class Group:
     """A few collectives among the ranks of a run, away from the user's own groups and tags.
 
     Every method is a collective unless it says otherwise: all ranks call it, in the same order.
-    When a rank has died or left, those waiting for it get a `GossipError`, and so does every later
-    call until the living `enter` a generation without it; a rank that is merely late is awaited up
-    to `timeout_seconds`. Waiting can be interrupted with Ctrl-C.
+    When a rank has died or left, ranks that wait for it get a `GossipError`, and so does every
+    later call until the living ranks `enter` a generation without it. A late rank is awaited up to
+    `timeout_seconds`. Waiting can be interrupted with Ctrl-C.
 
     Args:
-        store: Where the ranks find each other; equal prefix on all ranks.
+        store: The rendezvous store; equal prefix on all ranks.
         rank: This rank.
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
-        start_timeout_seconds: How long the others are awaited here; None: as long as later.
-        members: Those of the ranks that come to the start, rising; None: all.
-        gone: Asked, while waiting, who is not to be awaited any more, and why; local.
-        call: What the user calls to come here.
+        start_timeout_seconds: How long the constructor waits for the others; None: as long as
+            later.
+        members: The ranks that take part at the start, ascending; None: all.
+        gone: Called while waiting; returns ranks that left or died, and why; local.
+        call: The user's call that creates the group, for messages.
 
     Attributes:
         rank: This rank, the same in all generations.
         world_size: How many ranks there were at the start.
-        members: Those that take part now, rising.
-        generation: The generation of the membership that they are the members of.
-        broken_by: The ranks whose connections ended first when a collective broke, as far as known.
-        at_once_bytes: Messages of `all_gather_into_` up to this size go to all members at once, so
-            that none waits for another; larger ones go round a ring, where they do not meet on any
-            link. Equal on all members.
-        unless: Called while members are awaited to the first collective of a generation. A
-            `GossipError` that it raises ends the wait, and nothing else: it comes from the
-            collective, which this rank may come to later.
-        call: What this rank calls, for the warning that names members which do not come to it.
+        members: The ranks that take part now, ascending.
+        generation: The generation of the membership.
+        broken_by: The ranks whose connections ended first when a collective broke, if known.
+        at_once_bytes: Messages of `all_gather_into_` up to this size go directly to all members, so
+            that none waits for another; larger ones go round a ring, where no two share a link.
+            Equal on all members.
+        unless: Called while waiting for members in the first collective of a generation. A
+            `GossipError` that it raises ends the wait and leaves the collective intact: this rank
+            may enter it later.
+        call: This rank's current call, for the warning that names missing members.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Group:
         self.unless: Callable[[], object] = lambda: None
         self.broken_by: tuple[int, ...] = ()
         self.call = call
-        self._number = 0  # of the next collective, among those of a generation
-        self._named: set[tuple[str, tuple[int, ...]]] = set()  # of whom it was said that they miss
+        self._number = 0  # of the next collective in its generation
+        self._named: set[tuple[str, tuple[int, ...]]] = set()  # members already named in a warning
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
@@ -113,7 +114,7 @@ class Group:
                         f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
                         f"the session: {explained(error)}"
                     ) from error
-                # One that leaves as soon as it is connected breaks those still connecting.
+                # A rank that leaves as soon as it is connected breaks ranks still connecting.
                 self.barrier()
 
     @classmethod
@@ -127,7 +128,7 @@ class Group:
     ) -> "Group":
         """A private group of the same ranks as `group`, whatever its backend.
 
-        The n-th call on a rank meets the n-th call of the others. Nothing is sent on `group`
+        The n-th call on a rank matches the n-th call of the others. Nothing is sent on `group`
         itself: only its store is used.
         """
         rank, store = group.rank(), group.get_group_store()
@@ -141,12 +142,12 @@ class Group:
 
     @property
     def broken(self) -> str | None:
-        """Why collectives are over, None while they are not; local."""
+        """Why collectives are over, None while they work; local."""
         return self._broken
 
     @contextlib.contextmanager
     def limit(self, timeout_seconds: float) -> Iterator[None]:
-        """Inside, a collective waits for the others no longer than this; local."""
+        """Limit how long collectives wait for other ranks inside; local."""
         before = self._timeout_seconds
         self._timeout_seconds = min(before, timeout_seconds)
         try:
@@ -156,7 +157,7 @@ class Group:
 
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""
+        """Sum `tensor` over all ranks, in place; any floating or integer dtype, any device."""
         if len(self.members) > 1:
             plain = tensor.device.type == "cpu" and tensor.is_contiguous()
             host = tensor if plain else tensor.detach().cpu().contiguous()
@@ -167,16 +168,16 @@ class Group:
 
     @torch.no_grad()
     def mean_(self, tensor: Tensor) -> Tensor:
-        """Makes `tensor` its mean over all ranks, in place; any floating dtype, any device."""
+        """Replace `tensor` by its mean over all ranks, in place; any floating dtype, any device."""
         return self.all_reduce_(tensor).div_(len(self.members))
 
     @torch.no_grad()
     def all_gather_into_(self, gathered: Tensor, mine: Tensor) -> Tensor:
-        """Fills `gathered` with what every member has as `mine`, one after another.
+        """Gather every member's `mine` into `gathered`.
 
         Args:
             gathered: Contiguous, in host memory, of as many times the elements as there are
-                members, in whose order their parts come.
+                members, in the members' order.
             mine: Contiguous, in host memory, of as many elements on every member.
         """
         if len(self.members) == 1:
@@ -190,7 +191,7 @@ class Group:
 
     @torch.no_grad()
     def broadcast_(self, tensor: Tensor, source: int | None = None) -> Tensor:
-        """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device.
+        """Overwrite `tensor` with that of rank `source`, in place; any dtype, any device.
 
         By default the source is the lowest member.
         """
@@ -208,11 +209,11 @@ class Group:
         return tensor
 
     def all_gather_object(self, value: Any, *, meets: bool = False) -> list[Any]:
-        """What every member has, in the order of `members`; values are those of JSON.
+        """Return every member's value, in the order of `members`; values are those of JSON.
 
         Args:
-            value: What this rank has.
-            meets: Members may come late to this one; it fails soon, too, when some have gone on to
+            value: This rank's value.
+            meets: Members may enter this one late; it also fails soon when some have entered
                 another generation instead.
         """
         encoded = json.dumps(value).encode()
@@ -232,17 +233,17 @@ class Group:
         ]
 
     def broadcast_object(self, value: Any, source: int | None = None) -> Any:
-        """What rank `source` has, by default the lowest member; a value of JSON."""
+        """Return the value of rank `source`, by default the lowest member; a value of JSON."""
         place = self._place(source)
         mine = value if self.rank == self.members[place] else None
         return self.all_gather_object(mine)[place]
 
     def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+        """Return when all ranks have called this."""
         self.all_reduce_(torch.zeros(1))
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
-        """What `question` returns for the group's store, called in a thread with it; local.
+        """Return `question(store)` for the group's store, called in a thread; local.
 
         Raises:
             GossipError: The store does not answer within ten seconds, or fails.
@@ -258,21 +259,22 @@ class Group:
             ) from error
 
     def close(self) -> None:
-        """Leaves the group, without waiting for anyone; the others' collectives then fail.
+        """Leave the group without waiting; the others' collectives then fail.
 
-        So does one that another thread of this rank is in, or this one, in a signal handler.
+        So does a collective that another thread of this rank is in, or that a signal handler
+        interrupted.
         """
         self._closed = True
         with self._lock:
-            if not self._under_way:  # else it is this thread's own, which does it on its way out
+            if not self._under_way:  # otherwise this thread's own collective does it when it ends
                 self._broken = self._broken or _CLOSED
                 self._gloo = None
                 self._asked.close()
 
     def abandon(self) -> None:
-        """Breaks the collective that this rank cannot finish, between two of its steps; local.
+        """Break a collective that this rank cannot finish, between two of its steps; local.
 
-        The others' collective fails at once then, and this rank's next one is not taken for it.
+        The others' collective then fails immediately, and does not match this rank's next one.
         """
         with self._lock:
             if self._broken is None and len(self.members) > 1:
@@ -280,9 +282,9 @@ class Group:
                 self._break()
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """From now on collectives are among the members of another generation; local.
+        """Run later collectives among the members of another generation; local.
 
-        The first of them connects those, through the store, and so waits for all of them.
+        The first collective connects the members through the store, and so waits for all of them.
 
         Args:
             generation: Its number, later than the one before.
@@ -300,20 +302,20 @@ class Group:
     def follow(
         self, newest: Callable[[], Membership], name: str, *, listen: Callable[[], object]
     ) -> None:
-        """Belongs to the membership of that name from now on; local.
+        """Follow the membership of that name from now on; local.
 
         Args:
-            newest: The newest generation that is known; asked while members are awaited, some of
-                whom may be gone, or have gone on to it.
-            name: Sets its generations apart from those of others in the store.
-            listen: Called now and then while members are awaited; hears of links that break.
+            newest: Returns the newest known generation; called while waiting for members, some of
+                which may be gone, or have entered it.
+            name: Distinguishes its generations from those of others in the store.
+            listen: Called now and then while waiting for members; notices links that break.
         """
         self._newest, self._name, self._listen = newest, name, listen
         self.generation = 0
         self._rendezvous = self._meet()
 
     def _why(self, *, left: bool) -> str | None:
-        """Why a member is not awaited, None while all are; `left`: one that left counts, too."""
+        """Why a member will not come, None if all may; `left`: one that left counts, too."""
         if time.monotonic() - self._listened_seconds > _LISTEN_SECONDS:
             self._listened_seconds = time.monotonic()
             self._listen()
@@ -324,12 +326,12 @@ class Group:
         return None
 
     def _superseded(self) -> str | None:
-        """Whether members may have gone on to a later generation, in words."""
+        """Describe that members may have entered a later generation, None if not."""
         newest = self._newest()
         if newest is None or newest.generation <= self.generation:
             return None
         of = f"from generation {self.generation} to {newest.generation}"
-        return f"the members have gone on {of}"
+        return f"the members have moved {of}"
 
     def _place(self, source: int | None) -> int:
         if source is None:
@@ -343,14 +345,14 @@ class Group:
 
     def _meet(self) -> Rendezvous:
         name = f"{self._name}/generation/{self.generation}"
-        # A store that hangs would hold this rank up for as long. Each generation has a thread of
-        # its own: that of the last one may still try to connect to a rank that died meanwhile.
+        # A store that hangs would block this rank. Each generation has its own thread: that of the
+        # last one may still try to connect to a rank that has died since.
         limit = min(_STORE_SECONDS, self._timeout_seconds)
         self._asked = AskedStore(self.store, timeout_seconds=limit)
         return Rendezvous(self._asked, name, self.rank, self.members)
 
     def _connect(self) -> Any:
-        """A Gloo group of the members, made by them with nothing but the store."""
+        """Connect the members in a Gloo group, through the store."""
         end_in_vain = self._end_in_vain(connects=True, meets=True)
         gloo = self._rendezvous.connect(
             self._timeout_seconds, listen=end_in_vain, unless=self.unless, late=self._warn_of
@@ -378,12 +380,12 @@ class Group:
                     if self._gloo is not None and not isinstance(error, GivenUpError):
                         ended = self._rendezvous.ended(self._gloo)
                         self.broken_by = self._rendezvous.first_report(ended)
-                        self._break()  # for those who wait for this rank
+                        self._break()  # for ranks that wait for this one
                     who = f": {named(self.broken_by)}" if self.broken_by else ""
                     why = f"({self._broken})"
                     self._broken = f"a rank has died, left or broken it off{who} {why}"
                 self._gloo = None
-                raise GossipError(f"the collective did not come about: {self._broken}") from error
+                raise GossipError(f"the collective failed: {self._broken}") from error
             except BaseException:
                 self._broken = "this rank was interrupted in the middle of one"
                 self._break()
@@ -394,7 +396,7 @@ class Group:
                     self.close()
 
     def _wait(self, work: Any, *, meets: bool) -> None:
-        # Of one that has left or died Gloo knows by itself, of one that hangs it does not.
+        # Gloo itself notices a rank that left or died, but not one that hangs.
         start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
         end_in_vain = self._end_in_vain(connects=False, meets=meets)
         missing = self._rendezvous.name_missing(self._number)
@@ -415,7 +417,7 @@ class Group:
         work.wait()
 
     def _warn_of(self, missing: Sequence[int]) -> None:
-        """Says who has not come to what this rank calls; once."""
+        """Warn once of members that have not entered this rank's call."""
         said = self.call, tuple(missing)
         if missing and said not in self._named:
             self._named.add(said)
@@ -426,9 +428,9 @@ class Group:
             )
 
     def _end_in_vain(self, *, connects: bool, meets: bool) -> Callable[[], None]:
-        """What ends a wait by a `GivenUpError` when members that are awaited will not come.
+        """Return a check that raises `GivenUpError` when awaited members will not come.
 
-        They get a moment for the last bytes of what all have come to, if they have connected.
+        Connected members get a moment for the last bytes of a collective that all entered.
         """
         hopeless_seconds = math.inf
 
@@ -446,6 +448,6 @@ class Group:
         return check
 
     def _break(self) -> None:
-        """Ends what is under way, here and on the others."""
+        """End the running collective, here and on the others."""
         if self._gloo is not None:
             self._rendezvous.end(self._gloo)

@@ -1,4 +1,4 @@
-"""How often ranks show that they live, and when one that does not is taken for dead."""
+"""How often ranks send heartbeats, and when a silent rank is declared dead."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,20 +9,20 @@ __all__ = ["Heartbeats", "check_heartbeats"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeats:
-    """Signs of life through the rendezvous store, by a thread of each rank.
+    """Heartbeats through the rendezvous store, from a thread of each rank.
 
-    A beat costs a rank one write and two reads, a third where others may join, however many ranks
-    there are: each watches the next one among the living. A rank whose process dies breaks its
-    links, too, and is taken for dead soon after `lease_seconds`; one that only hangs, after
-    `silent_seconds`.
+    A beat costs a rank one write and two reads, or three where ranks may join, for any world size:
+    each rank watches the next living one. A rank whose process dies also breaks its links, and is
+    declared dead soon after `lease_seconds`; a rank that hangs, after `silent_seconds`.
 
     Attributes:
-        interval_seconds: Between two beats; also how soon a change of the membership is learnt.
-        silent_seconds: How long a rank may show no sign of life. One that shows one later, having
-            been stopped and continued, finds that the others go on without it.
-        lease_seconds: How old the knowledge may be, before something is sent, that this rank is
-            still a member. If it is older, the store is asked first, for at most as long again.
-            Nobody is given up sooner.
+        interval_seconds: Time between two beats; also how soon a change of the membership is
+            noticed.
+        silent_seconds: How long a rank may send no heartbeat. A rank that was stopped for longer
+            finds that the others have continued without it.
+        lease_seconds: For how long a rank may send after it last checked that it is still a member.
+            After that it asks the store first, for at most as long again. No rank is declared dead
+            sooner.
 
     Raises:
         ValueError: If a duration is not positive and finite, or they are not in that order.
@@ -47,12 +47,12 @@ class Heartbeats:
             raise ValueError(
                 f"interval_seconds={self.interval_seconds:g}, lease_seconds={self.lease_seconds:g}"
                 f" and silent_seconds={self.silent_seconds:g} must rise in this order: a rank must "
-                "be able to renew its lease, and have lost it before the others give it up"
+                "be able to renew its lease, and lose it before the others declare it dead"
             )
 
 
 def check_heartbeats(heartbeats: object) -> None:
-    """Raises `ValueError` for what is neither `Heartbeats` nor None."""
+    """Raise `ValueError` unless the value is `Heartbeats` or None."""
     if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
         raise ValueError(
             "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "

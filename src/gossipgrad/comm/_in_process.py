@@ -12,7 +12,7 @@ __all__ = ["Hub", "InProcessTransport"]
 
 
 class Hub:
-    """Where the ranks of one process meet; each thread takes its own `hub.transport(rank)`."""
+    """Connects the ranks of one process; each thread uses its own `hub.transport(rank)`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -26,14 +26,14 @@ class Hub:
         return InProcessTransport(self, rank)
 
     def put(self, sender: int, peer: int, event: Received) -> None:
-        """Lays a message into a rank's box; one for or from a rank that is gone is dropped."""
+        """Put a message into a rank's box; drop it if either rank is gone."""
         with self._lock:
             if not {sender, peer} & self._gone:
                 self._boxes[peer].append(event)
                 self._filled[peer].notify_all()
 
     def get(self, rank: int, timeout_seconds: float) -> list[Received | Lost]:
-        """Empties a rank's box; waits for the first message at most `timeout_seconds`."""
+        """Empty a rank's box; wait for the first message at most `timeout_seconds`."""
         with self._lock:
             if not self._boxes[rank] and timeout_seconds > 0:
                 self._filled[rank].wait_for(lambda: bool(self._boxes[rank]), timeout_seconds)
@@ -42,7 +42,7 @@ class Hub:
             return events
 
     def remove(self, rank: int) -> None:
-        """Marks a rank as gone; all others are notified, once."""
+        """Mark a rank as gone and notify all others, once."""
         with self._lock:
             if rank in self._gone:
                 return
@@ -85,5 +85,5 @@ class InProcessTransport:
         """Does nothing: a rank that is gone has no box."""
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Lets this rank be gone for all others."""
+        """Mark this rank as gone for all others."""
         self._hub.remove(self.rank)

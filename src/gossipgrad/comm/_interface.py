@@ -1,4 +1,4 @@
-"""Which network interface a rank listens on."""
+"""Selection of the network interface that a rank listens on."""
 
 import contextlib
 import ipaddress
@@ -19,11 +19,11 @@ _WAY_OUT = (
 
 
 def interface_of(group: Group, asked: str | None = None) -> tuple[str, bool]:
-    """Address or name of the interface to listen on, and whether all ranks are on one host.
+    """Return the interface to listen on, and whether all ranks are on one host.
 
-    It is the one asked for, by argument or by `GOSSIPGRAD_BIND`; else loopback if all ranks are on
-    one host; else that from which this host reaches `MASTER_ADDR`, or that its name resolves to. A
-    collective over `group`, whether an address is asked for or not.
+    The interface is given by the argument or by `GOSSIPGRAD_BIND`. Otherwise it is loopback if all
+    ranks are on one host, or the address from which this host reaches `MASTER_ADDR`, or the one
+    that its name resolves to. A collective over `group` in every case.
 
     Raises:
         ValueError: If another host could not reach the address.
@@ -42,18 +42,18 @@ def interface_of(group: Group, asked: str | None = None) -> tuple[str, bool]:
 
 
 def check_bound(asked: str, address: str, *, one_host: bool) -> None:
-    """Refuses where a socket listens: every interface, or one that others do not reach.
+    """Refuse a listening address that is every interface, or that other ranks cannot reach.
 
     Args:
         asked: Address or name of an interface.
-        address: What came of it.
+        address: The address that the socket is bound to.
         one_host: Whether all ranks are on this host.
 
     Raises:
-        ValueError: It is such.
+        ValueError: The address is one of these.
     """
     if _parsed(address).is_unspecified:
-        raise ValueError(f"bind={asked!r} is every interface, and no address to tell: {_WAY_OUT}")
+        raise ValueError(f"bind={asked!r} means every interface, not an address: {_WAY_OUT}")
     if _is_loopback(address) and not one_host:
         raise ValueError(
             f"bind={asked!r} is a loopback address, {address}, and ranks are on several hosts, "
@@ -62,10 +62,10 @@ def check_bound(asked: str, address: str, *, one_host: bool) -> None:
 
 
 def joining_address(others: Collection[str], *, towards: str) -> str:
-    """Where one that joins listens, so that ranks that listen at other addresses reach it; local.
+    """Return the address that a joiner listens on, reachable by the other ranks; local.
 
-    What `GOSSIPGRAD_BIND` says, else loopback if the others listen there, else the address from
-    which this host reaches `towards`.
+    This is `GOSSIPGRAD_BIND`, else loopback if the others listen there, else the address from which
+    this host reaches `towards`.
 
     Raises:
         ValueError: If they could not reach it.
@@ -82,7 +82,7 @@ def joining_address(others: Collection[str], *, towards: str) -> str:
 
 
 def here() -> str:
-    """This host, and the network namespace on it, whose loopback is its own."""
+    """Identify this host and its network namespace, which has its own loopback."""
     network = ""
     with contextlib.suppress(OSError):
         network = str(Path("/proc/self/ns/net").readlink())
@@ -90,7 +90,7 @@ def here() -> str:
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Whatever kind of socket it was seen on; `0.0.0.0` in place of `::ffff:0.0.0.0`."""
+    """Parse an address of any kind of socket; `0.0.0.0` instead of `::ffff:0.0.0.0`."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return getattr(parsed, "ipv4_mapped", None) or parsed
 

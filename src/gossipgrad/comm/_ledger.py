@@ -1,20 +1,20 @@
-"""An exchange with a peer: how it begins and ends, and what a link must remember for that.
+"""The states of an exchange with a peer, and the state that each link keeps for them.
 
 The states of one exchange with a peer, from this rank's side:
 
     posted ──the peer's part is here already──────────> DELIVERED
-      │ the peer gave the round up, is past it, or has
+      │ the peer voided the round, is past it, or has
       │ not entered this era ─────────────────────────> VOID   (nothing was sent)
       │ the peer is gone ─────────────────────────────> DEAD_PEER
       v
     open (LATE) ──the peer's part arrives─────────────> DELIVERED
       │ the peer names the round void, or a later one ─> VOID
-      │ this rank gives it up ────────────────────────> VOID   (the part is dropped should it come)
+      │ this rank voids it ───────────────────────────> VOID   (the part is dropped if it arrives)
       └ the peer leaves or is lost ───────────────────> DEAD_PEER
 
-Messages of one link arrive in order, and rounds on it rise. So whatever the peer says of a later
-round or era comes behind all parts that it has sent before, and what is still open then it has
-never sent: both ends count it as void.
+Messages of one link arrive in order, and rounds on it rise. So a message of a later round or era
+arrives after all parts of earlier ones. A part that is missing then was never sent: both ends count
+its exchange as void.
 """
 
 import enum
@@ -29,22 +29,22 @@ __all__ = ["LOST", "Exchange", "Ledger", "Outcome", "place"]
 
 LOST = "was lost"
 
-_EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
+_EARLY_ROUNDS = 16  # how many rounds ahead of this rank a partner's parts are kept
 _EPOCH_BITS = 32  # as on the wire
 _ROUND_BITS = 40
 
 
 class Outcome(enum.Enum):
-    """How taking an exchange ended. Never an exception: a late or dead partner is ordinary."""
+    """How an exchange ended. Never an exception: a late or dead partner is ordinary."""
 
     DELIVERED = "delivered"
-    """Both parts were sent and the partner's is here."""
+    """Both parts were sent and the partner's has arrived."""
     LATE = "late"
-    """The partner's part has not come in time; it may still be taken later."""
+    """The partner's part has not arrived in time; it may still be taken later."""
     DEAD_PEER = "dead_peer"
     """The partner died or left the run before sending its part."""
     VOID = "void"
-    """One end gave the round up before sending its part; it counts on neither."""
+    """One end voided the round before sending its part; it counts on neither."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,14 +52,14 @@ class Exchange:
     """One bucket of one round, posted on a channel.
 
     Attributes:
-        round: The round it belongs to.
-        bucket: Which bucket of the payload.
-        send_to: The rank that gets this rank's part, None if no one.
-        recv_from: The rank whose part is awaited, None if no one.
-        at: The place of its round among those of all eras (`place`).
-        outcome: How it ended; `LATE` as long as it is open.
+        round: The exchange's round.
+        bucket: Index of the bucket in the payload.
+        send_to: The rank that gets this rank's part, None for none.
+        recv_from: The rank whose part is awaited, None for none.
+        at: The position of its round among those of all eras (`place`).
+        outcome: How it ended; `LATE` while it is open.
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
-        ticket: Done when the buffer that was posted may be written again.
+        ticket: Done when the posted buffer may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
         finished_seconds: When it ended, None while it is open.
     """
@@ -77,19 +77,19 @@ class Exchange:
 
     @property
     def open(self) -> bool:
-        """Whether the partner's part can still come."""
+        """Whether the partner's part can still arrive."""
         return self.outcome is Outcome.LATE
 
     def finish(self, outcome: Outcome, received: Tensor | None = None) -> None:
-        """Closes the exchange, once."""
+        """Close the exchange, once."""
         assert self.open, self
         self.received = received
         self.finished_seconds = time.perf_counter()
-        self.outcome = outcome  # last: other threads look at it without a lock
+        self.outcome = outcome  # last: other threads read it without a lock
 
 
 def place(generation: int, epoch: int, round: int) -> int:
-    """Where a round stands among the rounds of all eras, which are generations and their epochs.
+    """Return a round's position among the rounds of all eras (generations and their epochs).
 
     Example:
         >>> place(0, 0, 7) == 7, place(1, 0, 0) > place(0, 1, 0) > place(0, 0, 7)
@@ -104,18 +104,18 @@ def _era(at: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """The state of one link. Rounds are named by their places (`place`).
+    """The state of one link. Rounds are named by their positions (`place`).
 
     Attributes:
-        open: Exchanges that wait for the peer's part, by place and bucket.
-        early: Parts that arrived before this rank posted their round, by place and bucket.
-        past: Of rounds before this one this rank sends nothing any more, and expects only what is
-            open.
-        given_up: The last round that this rank has named void.
-        latest: Of rounds before this one the peer sends nothing any more, and nothing is on its
-            way but what is open.
+        open: Exchanges that wait for the peer's part, by position and bucket.
+        early: Parts that arrived before this rank posted their round, by position and bucket.
+        past: This rank sends no further part of rounds before this one, and expects only open
+            exchanges of them.
+        given_up: The last round that this rank has declared void.
+        latest: The peer sends no further part of rounds before this one; only parts of open
+            exchanges may be in flight.
         gone: How the peer ended, None while it lives.
-        was_notified: Whether a peer that was lost, and still sends, was notified that it is.
+        was_notified: Whether a lost peer that still sends was notified.
     """
 
     open: dict[tuple[int, int], Exchange] = field(default_factory=dict)
@@ -127,17 +127,17 @@ class Ledger:
     was_notified: bool = False
 
     def post(self, exchange: Exchange, *, credits: int) -> None:
-        """Opens an exchange, or ends it at once, by what is known of the peer.
+        """Open an exchange, or end it immediately, by the peer's state.
 
         Args:
-            exchange: Later than those before it.
+            exchange: Of a later position than all before it.
             credits: How many rounds of an era may be open.
         """
         key = exchange.at, exchange.bucket
         assert key not in self.open, f"round {exchange.round} is posted twice"
         self.prune(before=exchange.at)
         early = self.early.pop(key, None)
-        # Of one that is gone a part counts only where none was due in return.
+        # A part of a dead peer counts only if this rank owed it none.
         if early is not None and (self.gone is None or exchange.send_to != exchange.recv_from):
             exchange.finish(Outcome.DELIVERED, early)
         elif self.gone is not None:
@@ -148,7 +148,7 @@ class Ledger:
             self.open[key] = exchange
 
     def deliver(self, at: int, bucket: int, values: Tensor) -> bool:
-        """Accepts the peer's part; False if it is too far ahead to be kept."""
+        """Accept the peer's part; return False if it is too far ahead to be kept."""
         exchange = self.open.pop((at, bucket), None)
         if exchange is not None:
             exchange.finish(Outcome.DELIVERED, values)
@@ -159,25 +159,25 @@ class Ledger:
         return True
 
     def advance(self, at: int) -> None:
-        """The peer sends nothing any more of rounds before `at`: what is open was never sent."""
+        """End open exchanges of rounds before `at`, which the peer will never send."""
         self.latest = max(self.latest, at)
         self._finish_open(Outcome.VOID, before=at)
 
     def cancel(self, exchange: Exchange) -> None:
-        """Ends an open exchange; the peer's part is dropped should it arrive."""
+        """End an open exchange; the peer's part is dropped if it arrives."""
         del self.open[exchange.at, exchange.bucket]
         self.prune(before=exchange.at + 1)
         exchange.finish(Outcome.VOID)
 
     def end(self, how: str) -> None:
-        """The peer is gone; what it sent before it left may be used where it gets nothing back."""
+        """Record that the peer is gone; early parts stay valid if no part was owed in return."""
         self.gone = how
         self._finish_open(Outcome.DEAD_PEER)
         if how == LOST:
             self.early.clear()
 
     def prune(self, before: int) -> None:
-        """This rank is past the rounds before one: what arrived early of them is dropped."""
+        """Drop early parts of rounds before `before`, which this rank is past."""
         self.past = max(self.past, before)
         for key in [key for key in self.early if key[0] < before]:
             del self.early[key]
@@ -185,7 +185,7 @@ class Ledger:
     def _is_refused(self, at: int, credits: int) -> bool:
         if at < max(self.past, self.latest) or _era(at) > _era(self.latest):
             return True
-        # Those of an earlier era end with the peer's word for this one, at the latest.
+        # Exchanges of an earlier era end when the peer enters this one, at the latest.
         others = {other for other, _ in self.open if _era(other) == _era(at)} - {at}
         return len(others) >= credits
 

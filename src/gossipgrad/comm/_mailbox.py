@@ -31,15 +31,15 @@ class Mail:
 class Mailbox:
     """Publishes tensors to peers without waiting, and keeps the latest version of each by key.
 
-    For what is computed somewhere and used elsewhere when it is there: inverse roots of a
+    For tensors that one rank computes and others use when they arrive: inverse roots of a
     second-order optimizer, batches. It shares the links of a channel, but not its rounds: nothing
-    is voided, and no collective or generation ends it. A peer that is late delays nothing; to one
-    that is gone nothing is sent. An older version never replaces a newer one of the same sender
-    and key; across senders the higher version wins, and of equal ones that of the lower rank.
+    is voided, and no collective or generation ends it. A late peer delays nothing; a dead peer is
+    sent nothing. An older version never replaces a newer one of the same sender and key. Across
+    senders the higher version wins, and for equal versions the lower rank.
 
     Args:
-        channel: Whose links are used; a channel has at most one mailbox.
-        plan: dtype and number of elements of each key, equal on all ranks. What does not fit is
+        channel: The channel whose links are used; a channel has at most one mailbox.
+        plan: dtype and number of elements of each key, equal on all ranks. Any other message is
             dropped and counted in the channel's `refused`.
 
     Example:
@@ -64,14 +64,14 @@ class Mailbox:
     def publish(
         self, key: int, values: Tensor, *, version: int, peers: Iterable[int]
     ) -> list[Ticket]:
-        """Sends a version to peers, and keeps it here too; returns at once.
+        """Send a version to peers, and keep it here too; return immediately.
 
         Args:
             key: Index into the plan.
             values: Flat, contiguous, in host memory, as the plan says. Must not be written before
                 all tickets are done.
             version: Its number, from 0.
-            peers: Who gets it.
+            peers: The ranks to send it to.
 
         Raises:
             ValueError: If it does not fit the plan.
@@ -83,15 +83,15 @@ class Mailbox:
         return self._channel.send_mail(key, version, values, peers)
 
     def latest(self, key: int) -> Mail | None:
-        """The latest version that is here, None if none has arrived; does not wait."""
+        """Return the latest version that has arrived, or None; does not wait."""
         with self._lock:
             mail = self._latest.get(key)
             return mail if mail is None or mail.values.numel() else None
 
     def take(self, key: int, version: int) -> Mail | None:
-        """The latest version, if it is at least this one; its memory is the caller's from now on.
+        """Return the latest version if it is at least `version`, and hand over its memory.
 
-        `latest` and `take` then have nothing for the key until a later version comes.
+        `latest` and `take` then return None for the key until a later version arrives.
         """
         with self._lock:
             mail = self._latest.get(key)
@@ -101,7 +101,7 @@ class Mailbox:
             return mail
 
     def _accept(self, header: Header, payload: Tensor | None) -> None:
-        """Keeps what a peer has published.
+        """Keep a peer's version.
 
         Raises:
             WireError: It does not fit.

@@ -1,4 +1,4 @@
-"""Means over ranks: what a replica shows of them all, and how far it is from them."""
+"""Means over ranks, and the distance of a replica from the mean."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -10,19 +10,20 @@ from torch import Tensor, nn
 __all__ = ["distance_to_mean", "mean_buffers", "widened"]
 
 Mean = Callable[[Tensor], Tensor]
-"""Makes a tensor its mean over ranks, in place, and returns it; a collective."""
+"""Replaces a tensor by its mean over ranks, in place, and returns it; a collective."""
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums and differences of tensors of `dtype` are made in: at least fp32."""
+    """Return the type for sums and differences of tensors of `dtype`: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
 def mean_buffers(model: nn.Module, mean: Mean) -> Iterator[None]:
-    """Inside, floating buffers (BatchNorm's statistics) are the mean over ranks; outside, own ones.
+    """Replace floating buffers (BatchNorm's statistics) by their mean over ranks, inside.
 
-    A collective to enter, local to leave; they are this rank's own again also where it fails.
+    Entering is a collective, leaving is local. This rank's own values are restored on exit and on
+    failure.
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.is_floating_point()]
     try:
@@ -38,11 +39,11 @@ def mean_buffers(model: nn.Module, mean: Mean) -> Iterator[None]:
 
 @torch.no_grad()
 def distance_to_mean(pairs: Iterable[tuple[Tensor, Tensor]], mean: Mean) -> float:
-    """Root mean square over ranks of the distance between a rank's weights and their mean.
+    """Return the root mean square over ranks of the distance of weights to their mean.
 
     Args:
-        pairs: Weights of this rank and their mean over all, piece by piece.
-        mean: Takes that of the ranks' squared distances: a collective.
+        pairs: This rank's weights and their mean over all ranks, piece by piece.
+        mean: Averages the squared distances over ranks; a collective.
     """
     square = torch.zeros(1, dtype=torch.float64)
     for own, average in pairs:

@@ -1,4 +1,4 @@
-"""Watching over the members of a run: signs of life, suspicion, and the next generation."""
+"""The watch over a run's members: heartbeats, suspicion, and the next generation."""
 
 import contextlib
 import logging
@@ -20,17 +20,17 @@ __all__ = ["MemberWatch"]
 
 logger = logging.getLogger(__name__)
 
-_SUSPECT_BEATS = 3  # at least, without a sign of life, for one whose link broke
-_LOOK = 0.9  # of an interval lies between two looks that count
+_SUSPECT_BEATS = 3  # missed at least, by a rank whose link broke
+_LOOK = 0.9  # of an interval is the least time between two looks that count
 _FAREWELL_SECONDS = 1.0
 _LISTEN_SECONDS = 0.05
-_SLOW_BEATS = 3  # in a row, that took over half a lease: steps would wait for every other one
-_RENEWAL = 2.0  # so many times as long lies between generations of the same ranks, at least
+_SLOW_BEATS = 3  # in a row that took over half a lease: steps would wait for every other beat
+_RENEWAL = 2.0  # times `silent_seconds`, the least time between generations of the same ranks
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The last beat of a rank, and how often it was looked at since and had not beaten again."""
+    """The last beat of a rank, and the number of looks since then without a new beat."""
 
     beat: bytes
     looked_seconds: float
@@ -39,11 +39,12 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Doubt:
-    """Why a rank is given up soon, unless it shows a sign of life: a connection to it ended.
+    """A rank whose connection ended, and which is declared dead soon without a new heartbeat.
 
     Attributes:
-        broken: The generation in which its link broke, -1 if it need not be made anew.
-        beat: The first that was read, which may be older than the doubt. A later one clears it.
+        broken: The generation in which its link broke, -1 if it need not be reopened.
+        beat: The first beat that was read, which may be older than the doubt. A later one clears
+            it.
     """
 
     broken: int
@@ -51,31 +52,32 @@ class _Doubt:
 
 
 class MemberWatch(Liveness):
-    """A thread that beats for this rank and watches the next; learns and proposes generations.
+    """A thread that sends heartbeats, watches the next rank, and proposes generations.
 
-    Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
-    store, so that a store that hangs holds up nobody else. Once it fails, or does not answer in
-    time when a lease has run out, or takes over half a lease again and again, it counts as lost: a
-    warning says so once, nothing waits for it any more, the membership stays as it is, and training
-    goes on with those who can be reached. The thread tries on, with new connections, until the
-    store answers within half a lease again.
+    Nothing here is a collective, and no rank waits for another. Only the thread uses the store, so
+    that a store that hangs blocks no other thread. The store counts as lost when it fails, when it
+    does not answer in time after a lease ran out, or when it repeatedly takes over half a lease.
+    Then one warning is issued, nothing waits for the store any more, the membership stays as it is,
+    and training continues with the ranks that can be reached. The thread retries with new
+    connections until the store answers within half a lease again.
 
-    When a link or a collective broke and all live, they go on in a new generation of the same
-    ranks, in which both are made anew; not more often than each `2 * silent_seconds`.
+    When a link or a collective broke and all ranks live, they continue in a new generation of the
+    same ranks, which restores both; at most once in `2 * silent_seconds`.
 
     Args:
-        store: Where records and beats are kept; used by the thread alone once it runs.
+        store: Holds the record and the heartbeats; only the thread uses it once it runs.
         rank: This rank.
         first: The membership at the start.
-        settings: How often, and how long.
-        reconnect: Makes a new connection to the same store once one has failed; None: the old one
-            is tried again.
+        settings: Interval, lease and silence.
+        reconnect: Makes a new connection to the same store after a failure; None: retry the old
+            one.
         now: The clock of leases.
 
     Attributes:
-        latest: The newest membership that is known.
-        store_lost: Why the store cannot be asked, None while it can. No lease is kept meanwhile.
-        visit: Called with the store in each turn of the thread while this rank is a member.
+        latest: The newest known membership.
+        store_lost: Why the store cannot be used, None while it can. While it is lost, leases do not
+            apply.
+        visit: Called with the store at each beat while this rank is a member.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class MemberWatch(Liveness):
         self._beats = 0
         self._seen: dict[int, _Seen] = {}
         self._doubts: dict[int, _Doubt] = {}
-        self._renewal_due = False  # a link or a collective broke, and all live
+        self._renewal_due = False  # a link or a collective broke, and all ranks live
         self._renewed_seconds = -math.inf
         self._confirmed_seconds = now()
         self._changed = threading.Condition()
@@ -108,34 +110,34 @@ class MemberWatch(Liveness):
         store.set(self._key(rank), "0")
 
     def start(self) -> None:
-        """Begins to beat; all ranks must have made their watch before."""
+        """Start the heartbeats; all ranks must have created their watch before."""
         self._thread = StoreThread(self._run, self._end, name="gossipgrad-members")
         self._thread.start()
 
     def enter(self, donor: int, introduction: Sequence[Any]) -> None:
-        """Makes this rank a member, before `start`; waits for the store, and for nobody."""
+        """Make this rank a member, before `start`; waits for the store only."""
         of = {"donor": donor, "introduction": introduction}
         self._learn(self._record.add(self.latest, self._rank, **of))
 
     # -- what a channel hears and asks ------------------------------------------------------
 
     def hear_generation(self, generation: int) -> None:
-        """Someone lives in a later generation: the store is asked at once."""
+        """Query the store immediately: a peer is in a later generation."""
         if generation > self.latest.generation:
             self._wake.set()
 
     def hear_end(self, peer: int, *, left: bool) -> None:
-        """A link ended: if its peer shows no sign of life now, it is given up soon."""
+        """Suspect a peer whose link ended: it is declared dead soon without a new heartbeat."""
         self._doubt({peer}, broken=-1 if left else self.latest.generation)
 
     def expelled(self) -> Collection[int]:
-        """Ranks that were taken for dead, by whomever."""
+        """Ranks that any rank has declared dead."""
         return self.latest.lost.keys() - {self._rank}
 
     def is_member(self) -> bool:
-        """Whether this rank may send: it is a member as far as is known, and its lease is new.
+        """Whether this rank may send: it is a member as far as it knows, and its lease is valid.
 
-        Never waits: a rank with an old lease sends nothing until `confirm` has renewed it.
+        Never waits: a rank with an expired lease sends nothing until `confirm` has renewed it.
         """
         if self._is_lease_old():
             self._wake.set()
@@ -145,16 +147,16 @@ class MemberWatch(Liveness):
     # -- what a session asks ----------------------------------------------------------------
 
     def confirm(self) -> Membership:
-        """Makes sure that this rank is no former member; local but for an old lease.
+        """Check that this rank is still a member; local unless its lease has expired.
 
-        Then the store is asked, and its answer awaited for as long as a lease lasts. Without one
+        In that case it waits for the store's answer for the length of a lease. Without an answer
         the store counts as lost.
 
         Returns:
             The newest membership, which this rank is in unless it is leaving.
 
         Raises:
-            EvictedError: If the others have given this rank up.
+            EvictedError: If the others have declared this rank dead.
         """
         lease_seconds = self._settings.lease_seconds
         deadline = Deadline(lease_seconds)
@@ -164,7 +166,7 @@ class MemberWatch(Liveness):
             self._wake.set()
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_lease_old(), _LISTEN_SECONDS)
-        latest = self.latest  # once: the thread may learn of a later one at any time
+        latest = self.latest  # read once: the thread may replace it at any time
         if self._leaving or self._rank in latest.living:
             return latest
         raise EvictedError(latest.eviction_of(self._rank))
@@ -175,15 +177,15 @@ class MemberWatch(Liveness):
         suspects: Collection[int] = (),
         listen: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Whether there is a later generation than that in which a collective broke.
+        """Whether there is a later generation than `broken`, in which a collective broke.
 
-        Waits until those who may have died have shown a sign of life or are given up, a few beats.
-        If all live, a generation of the same ranks follows, in which no collective has broken.
+        Waits a few beats until each suspect has sent a heartbeat or is declared dead. If all live,
+        a generation of the same ranks follows, in which no collective has broken.
 
         Args:
             broken: The generation.
-            suspects: Whose connections ended as the collective broke.
-            listen: Called in between; hears of links that break.
+            suspects: Ranks whose connections ended as the collective broke.
+            listen: Called while waiting; notices links that break.
         """
         if self.latest.generation == broken:
             self._doubt(suspects)
@@ -203,12 +205,12 @@ class MemberWatch(Liveness):
         return self.latest.generation > broken
 
     def leave(self, why: str = LEFT) -> None:
-        """Says in the store that this rank leaves, if it can be said soon; ends."""
+        """Record in the store that this rank leaves, unless that takes long; then stop."""
         self._leaving, self._farewell = True, why
         self.stop()
 
     def stop(self) -> None:
-        """Ends the thread; those that watch this rank miss its heartbeats."""
+        """End the thread; ranks that watch this one will miss its heartbeats."""
         self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FAREWELL_SECONDS)
@@ -216,7 +218,7 @@ class MemberWatch(Liveness):
     # -- what the thread does ---------------------------------------------------------------
 
     def beat(self) -> None:
-        """One turn of the thread: shows a sign of life, reads the record, looks at the watched."""
+        """Send a heartbeat, read the record, and check the watched ranks."""
         began = self._now()
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats))
@@ -239,7 +241,7 @@ class MemberWatch(Liveness):
             self._wake.clear()
             began = self._now()
             try:
-                if broken and self._reconnect is not None:  # one that failed once stays broken
+                if broken and self._reconnect is not None:  # a failed one stays broken
                     self._store = self._reconnect()
                     self._record = Record(self._store, self.latest)
                 self.beat()
@@ -256,19 +258,19 @@ class MemberWatch(Liveness):
             slow = slow + 1 if 2 * took > lease else 0
             if slow == 0:
                 self._find_store()
-            elif slow >= _SLOW_BEATS:  # else this process may have been stopped
+            elif slow >= _SLOW_BEATS:  # otherwise this process may have been stopped
                 self._lose_store(f"the rendezvous store is slow (a beat took {took:.1f} s)")
             pause, broken = interval, False
             if not self._stopped:
                 self._wake.wait(max(0.0, interval - took))
         if self._leaving and not broken:
-            with contextlib.suppress(RuntimeError):  # then it falls silent
+            with contextlib.suppress(RuntimeError):  # then this rank is found silent
                 self._give_up({self._rank: self._farewell}, left=True)
 
     def _look(self) -> dict[int, str]:
-        """Who has been silent for too long, and why that is known."""
+        """Return ranks that have been silent for too long, and the reason."""
         settings = self._settings
-        # Who is given up must have lost its lease by then, or it would still send.
+        # A rank that is declared dead must have lost its lease by then, or it would still send.
         quick = math.ceil(settings.lease_seconds / (_LOOK * settings.interval_seconds))
         quick = max(_SUSPECT_BEATS, quick)
         silent = max(quick, round(settings.silent_seconds / settings.interval_seconds))
@@ -294,7 +296,7 @@ class MemberWatch(Liveness):
         return dead
 
     def _watched(self, silent: int) -> list[int]:
-        """The next one among the living, and so on behind those that are silent; the doubted."""
+        """Return the next living rank, the ranks behind silent ones, and the suspects."""
         living = self.latest.living
         place = living.index(self._rank)
         watched = []
@@ -308,9 +310,9 @@ class MemberWatch(Liveness):
         return watched
 
     def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
-        """Writes the next generation, without some ranks, if this rank is in the newest one.
+        """Write the next generation without some ranks, if this rank is in the newest one.
 
-        Whoever was faster may have seen more, so the next beat looks again; a farewell stays true.
+        A rank that wrote first may have seen more, so the next beat checks again; leaving is final.
         """
         known = None
         while self.latest is not known and {*ranks} & {*self.latest.living}:
@@ -318,13 +320,13 @@ class MemberWatch(Liveness):
             desired = known.without(ranks, left=left, by=self._rank)
             newest = self._record.replace(known, desired)
             self._learn(newest)
-            for rank in {*known.joined} - {*newest.joined}:  # nobody looks after it any more
+            for rank in {*known.joined} - {*newest.joined}:  # no rank watches it any more
                 self._store.delete_key(self._key(rank))
             if not left:
                 return
 
     def _renew(self) -> None:
-        """Writes the next generation, of the same ranks, unless there was one not long ago."""
+        """Write the next generation, of the same ranks, unless there was one recently."""
         pause = _RENEWAL * self._settings.silent_seconds
         if self._now() - self._renewed_seconds >= pause:
             known = self.latest
@@ -347,7 +349,7 @@ class MemberWatch(Liveness):
             self._changed.notify_all()
 
     def _doubt(self, peers: Collection[int], *, broken: int = -1) -> None:
-        """Has the thread look at some peers, for a sign of life from now on."""
+        """Make the thread watch some peers for heartbeats from now on."""
         with self._changed:
             for peer in {*peers} & {*self.latest.living} - {self._rank}:
                 known = self._doubts.get(peer)
@@ -359,7 +361,7 @@ class MemberWatch(Liveness):
         with self._changed:
             if self._doubts.get(peer) is doubt:
                 del self._doubts[peer]
-                # A later generation makes the link anew already.
+                # A later generation has already reopened the link.
                 self._renewal_due |= doubt.broken == self.latest.generation
                 self._changed.notify_all()
 
@@ -375,7 +377,7 @@ class MemberWatch(Liveness):
         if not is_known:
             message = (
                 f"rank {self._rank}: {why}; the membership stays as it is (generation "
-                f"{self.latest.generation}), and training goes on with ranks that can be reached"
+                f"{self.latest.generation}), and training continues with ranks that can be reached"
             )
             logger.warning(message, extra={"store_lost": why})
 

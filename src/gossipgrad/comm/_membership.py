@@ -1,4 +1,4 @@
-"""Who lives: a membership is a generation, and the store holds one record of it at a time."""
+"""The membership of a run, one generation at a time, and its record in the store."""
 
 import json
 import time
@@ -11,22 +11,22 @@ from gossipgrad.errors import GossipError
 __all__ = ["LEFT", "Joining", "Loss", "Membership", "Record"]
 
 LEFT = "left"
-"""Why a rank is gone that closed its session, and not because of an exception."""
+"""The reason of a rank that closed its session without an exception."""
 
 _KEY = "membership"
-_FORMER_KEPT = 32  # who joined and are gone again: all members read the record at every beat
+_FORMER_KEPT = 32  # joiners that are gone again: all members read the record at every beat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Why a rank is no member any more.
+    """Why a rank is no longer a member.
 
     Attributes:
         generation: The first generation without it.
-        when_seconds: When that was written, in seconds since 1970, by the clock of who wrote it; 0
-            for one that never started.
-        why: In words that go on after "rank 3".
-        left: Whether it left in order, having closed its session; else it was taken for dead.
+        when_seconds: When that was written, in seconds since 1970, by the writer's clock; 0 for a
+            rank that never started.
+        why: The reason, in words that follow "rank 3".
+        left: Whether it closed its session; otherwise it was declared dead.
         by: The rank that wrote it, -1 for none.
     """
 
@@ -39,13 +39,13 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joining:
-    """How a rank became a member that was none at the start.
+    """How a rank became a member after the start.
 
     Attributes:
         generation: The first generation with it.
         when_seconds: When that was written, in seconds since 1970, by its own clock.
-        donor: The rank with whose replica it began.
-        introduction: Where its links listen, and the fingerprint of its secret.
+        donor: The rank whose replica it started with.
+        introduction: The address of its links, and the fingerprint of its secret.
     """
 
     generation: int
@@ -56,16 +56,16 @@ class Joining:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """One generation: the ranks that live in it, those lost so far, and those that came later.
+    """One generation: its living ranks, the ranks gone so far, and the joiners.
 
     Attributes:
         generation: 0 at the start, one more with every change.
-        living: The ranks that take part, rising.
-        gone: Those that do not any more, and why.
-        joined: Those that were not there at the start, living or not; their numbers are above
-            those of the start, and none is given twice.
+        living: The ranks that take part, ascending.
+        gone: The ranks that no longer take part, and why.
+        joined: The ranks that joined after the start, living or not; their numbers are above those
+            of the start, and none is used twice.
 
-    A record holds the last 32 of those who joined and are gone; `remembering` keeps more.
+    A record holds the last 32 joiners that are gone; `remembering` keeps more.
     """
 
     generation: int
@@ -75,7 +75,7 @@ class Membership:
 
     @classmethod
     def first(cls, world_size: int, living: Sequence[int] | None = None) -> "Membership":
-        """The one that a run starts with: of all ranks, or of those present at the start."""
+        """Return a run's first membership: all ranks, or the ranks present at the start."""
         members = tuple(range(world_size) if living is None else living)
         never = Loss(generation=0, when_seconds=0.0, why="it never started", left=False, by=-1)
         absent = sorted(set(range(world_size)) - {*members})
@@ -83,13 +83,13 @@ class Membership:
 
     @property
     def lost(self) -> dict[int, Loss]:
-        """Of those gone the ones that did not leave in order."""
+        """The ranks that were declared dead."""
         return {rank: loss for rank, loss in self.gone.items() if not loss.left}
 
     def without(self, ends: Mapping[int, str], *, left: bool, by: int) -> "Membership":
-        """The next generation, less some ranks (with why); itself if none of them lives.
+        """Return the next generation without some ranks, or itself if none of them lives.
 
-        Who joined and has been gone for longest is forgotten, where there are many.
+        Of many gone joiners, those gone for longest are dropped.
         """
         ends = {rank: why for rank, why in ends.items() if rank in self.living}
         if not ends:
@@ -115,7 +115,7 @@ class Membership:
         )
 
     def with_newcomer(self, rank: int, *, donor: int, introduction: Sequence[Any]) -> "Membership":
-        """The next generation, with one rank more that never was a member."""
+        """Return the next generation with one more rank, which was never a member."""
         assert rank not in {*self.living, *self.gone}, f"rank {rank} was a member"
         joining = Joining(
             generation=self.generation + 1,
@@ -131,32 +131,32 @@ class Membership:
         )
 
     def renewed(self) -> "Membership":
-        """The next generation, of the same ranks."""
+        """Return the next generation, of the same ranks."""
         return replace(self, generation=self.generation + 1)
 
     def eviction_of(self, rank: int) -> str:
-        """For a rank that was given up: by whom and since when, unless that is forgotten."""
+        """Describe by whom and when a rank was declared dead, if that is still known."""
         how = f"long ago: it is no member in generation {self.generation}"
         if (loss := self.gone.get(rank)) is not None:
             since = f"it is no member since generation {loss.generation}"
             how = f"by rank {loss.by} ({loss.why}): {since}"
         return (
-            f"rank {rank} was taken for dead {how}, and the others train on without it. Its "
+            f"rank {rank} was declared dead {how}, and the others train on without it. Its "
             "weights are intact: save them, or start a new process from them"
         )
 
     def remembering(self, before: "Membership") -> "Membership":
-        """This one, and who is gone and who joined by an earlier one, too."""
+        """Return this membership with the losses and joiners of an earlier one added."""
         gone, joined = {**before.gone, **self.gone}, {**before.joined, **self.joined}
         return replace(self, gone=gone, joined=joined)
 
     def to_text(self) -> str:
-        """As JSON, for the store."""
+        """Return it as JSON, for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | bytes) -> "Membership":
-        """What `to_text` wrote."""
+        """Read the result of `to_text`."""
         read: dict[str, Any] = json.loads(text)
         return cls(
             generation=read["generation"],
@@ -170,14 +170,14 @@ class Membership:
 
 
 class Record:
-    """The membership in the store. It only ever changes by compare-and-set.
+    """The membership in the store, changed only by compare-and-set.
 
-    So generations form one line: of two ranks that propose the next one, one wins, and the other
-    reads what the winner wrote. A part of the ranks that cannot reach the store cannot write.
+    So generations form one sequence: of two ranks that propose the next one, one wins, and the
+    other reads the winner's. Ranks that cannot reach the store cannot write.
 
     Args:
-        store: Where it is kept, one of torch's; the same prefix on all ranks.
-        first: The membership at the start, the same on all ranks; None: there is one already.
+        store: A store of torch's, with the same prefix on all ranks.
+        first: The membership at the start, the same on all ranks; None: the store has one already.
     """
 
     def __init__(self, store: Any, first: Membership | None = None) -> None:
@@ -186,11 +186,11 @@ class Record:
             store.compare_set(_KEY, "", first.to_text())
 
     def read(self) -> Membership:
-        """The newest generation."""
+        """Return the newest generation."""
         return Membership.from_text(self._store.get(_KEY))
 
     def replace(self, current: Membership, desired: Membership) -> Membership:
-        """Writes `desired` if `current` is still the newest; returns what is the newest then."""
+        """Write `desired` if `current` is still the newest; return the newest afterwards."""
         if desired is current:
             return current
         return Membership.from_text(
@@ -200,15 +200,15 @@ class Record:
     def add(
         self, current: Membership, rank: int, *, donor: int, introduction: Sequence[Any]
     ) -> Membership:
-        """Writes the next generation with a newcomer, whatever the newest is; returns it.
+        """Write and return the next generation with a joiner, whatever the newest one is.
 
         Raises:
-            GossipError: Nobody lives any more whom it could join.
+            GossipError: No member lives any more.
         """
         while rank not in {*current.living, *current.gone}:
             if not current.living:
                 raise GossipError(
-                    f"the run is over: rank {rank} joins nobody, all members have ended"
+                    f"the run is over: rank {rank} cannot join, all members have ended"
                 )
             desired = current.with_newcomer(rank, donor=donor, introduction=introduction)
             current = self.replace(current, desired)

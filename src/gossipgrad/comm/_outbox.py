@@ -1,4 +1,4 @@
-"""What is sent to one peer, in order, and whether it has left."""
+"""The queue of messages to one peer."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Outbox"]
 
-_IDLE_SECONDS = 5.0  # a thread that had nothing to wait for so long ends
+_IDLE_SECONDS = 5.0  # a thread that was idle for so long ends
 
 
 @dataclass(slots=True, eq=False)
 class _Deferred:
-    """A message that waits for its buffer or behind one that does, and its ticket."""
+    """A message that waits for its buffer or behind another message, and its ticket."""
 
     header: bytes
     payload: Tensor | None
@@ -38,14 +38,14 @@ class _Deferred:
 
 
 class Outbox:
-    """The messages to one peer, in order; a thread waits for buffers that are not filled yet.
+    """Sends messages to one peer in order; a thread waits for unfilled buffers.
 
-    A message leaves at once unless one waits before it: a link that never waits has no thread, and
-    one that waits holds up no other.
+    A message is sent immediately unless another waits before it. A link that never waits has no
+    thread, and a link that waits delays no other.
 
     Args:
         transport: Moves the bytes.
-        peer: Who gets them.
+        peer: The receiver.
         lock: Held by the caller, and acquired by the thread when it sends.
     """
 
@@ -53,7 +53,7 @@ class Outbox:
         self._transport = transport
         self._peer = peer
         self._changed = threading.Condition(lock)
-        self._waiting: deque[_Deferred] = deque()  # the first is what the thread is at
+        self._waiting: deque[_Deferred] = deque()  # the thread works on the first
         self._tickets: list[Ticket] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -61,7 +61,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has left."""
+        """Whether all messages were handed to the transport."""
         return self._is_over or all(ticket.done for ticket in self._tickets)
 
     def send(
@@ -70,9 +70,9 @@ class Outbox:
         payload: Tensor | None = None,
         ready: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Sends at once, or in a thread when `ready` has returned."""
+        """Send immediately, or from a thread after `ready` has returned."""
         if self._is_over or (self._error is not None and not self._is_drained):
-            return Sent()  # what came behind the part that is missing would be misread
+            return Sent()  # a message after a missing part would be misread
         ticket: Ticket
         if self._is_drained or (ready is None and not self._waiting):
             ticket = self._transport.send(self._peer, header, payload)
@@ -90,10 +90,10 @@ class Outbox:
         return ticket
 
     def check(self) -> None:
-        """Raises what kept a message that waited for its buffer from being sent.
+        """Raise the error of a message that could not be sent from the thread.
 
         Raises:
-            GossipError: If there was such a thing.
+            GossipError: If there was one.
         """
         if isinstance(self._error, GossipError):
             raise self._error
@@ -101,14 +101,14 @@ class Outbox:
             raise GossipError(f"a message could not be sent: {self._error}") from self._error
 
     def drain(self, timeout_seconds: float) -> None:
-        """Waits until all is handed to the transport, at most so long; the thread ends."""
+        """Wait until all messages are handed to the transport, with a timeout; end the thread."""
         if self._thread is not threading.current_thread():  # a channel may be collected in it
             self._changed.wait_for(lambda: not self._waiting, max(0.0, timeout_seconds))
         self._is_drained = True
         self._changed.notify_all()
 
     def end(self) -> None:
-        """The peer is gone: nothing is sent any more."""
+        """Drop all messages, now and later: the peer is gone."""
         self._is_over = True
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Who takes part: `None`, a group of torch or a mesh becomes the ranks of a session."""
+"""The ranks of a session: from None, a process group or a device mesh."""
 
 import math
 import os
@@ -20,7 +20,7 @@ def has_peers() -> bool:
 
 
 def check_ranks(process_group: object, mesh: object) -> None:
-    """Raises `ValueError` for what names no ranks, or names them twice; local."""
+    """Raise `ValueError` unless at most one of the two is given, and is valid; local."""
     if process_group is not None and mesh is not None:
         raise ValueError("process_group and mesh name the same thing: give one of them")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -40,13 +40,13 @@ def check_ranks(process_group: object, mesh: object) -> None:
 
 
 def resolve_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One or several, as a list; local.
+    """Return one or several optimizers as a list; local.
 
-    One that subclasses `Optimizer` without being one, as Accelerate's wrapper does, has no hooks:
-    the one in it, which makes its steps, stands for it.
+    A wrapper that subclasses `Optimizer`, such as Accelerate's, has no hooks: it is replaced by the
+    optimizer inside it, which makes the steps.
 
     Raises:
-        ValueError: There are none, or one is no optimizer of torch.
+        ValueError: There is none, or one is not a torch optimizer.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers:
@@ -67,7 +67,7 @@ def _unwrap(optimizer: object) -> Optimizer:
 
 
 def check_timeout(start_timeout_seconds: object) -> None:
-    """Raises `ValueError` for what is no time to wait for others; local."""
+    """Raise `ValueError` unless the timeout is positive and finite; local."""
     seconds = start_timeout_seconds
     if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
         raise ValueError(
@@ -83,9 +83,9 @@ def resolve_group(
     asks: str = "gossip()",
     start_timeout_seconds: float = 60.0,
 ) -> Group:
-    """The ranks that take part: those of a group or a mesh axis, by default all.
+    """Return the group of the ranks that take part: of a group or a mesh axis, by default all.
 
-    They are awaited for `start_timeout_seconds`, unless they have met in a `Group` already.
+    Waits for them at most `start_timeout_seconds`, unless they already share a `Group`.
 
     Raises:
         ValueError: Both are given, the mesh has several axes, or this process was launched as one

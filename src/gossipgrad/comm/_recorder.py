@@ -1,4 +1,4 @@
-"""Where spans of time go; `gossipgrad.trace` has the recorder that writes them down."""
+"""The interface of a recorder of spans; `gossipgrad.trace` has the one that writes a trace."""
 
 from typing import Protocol, runtime_checkable
 
@@ -7,10 +7,10 @@ __all__ = ["Recorder"]
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Takes named spans of time; cheap, thread-safe, and never in the way of training."""
+    """Records named spans of time; cheap and thread-safe."""
 
     def span(
         self, name: str, start_seconds: float, end_seconds: float, **attributes: object
     ) -> None:
-        """Notes that `name` went on from start to end, in `time.perf_counter` seconds."""
+        """Record that `name` ran from start to end, in `time.perf_counter` seconds."""
         ...

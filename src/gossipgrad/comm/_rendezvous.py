@@ -1,4 +1,4 @@
-"""How the members of one generation find each other in the store, and who was missing there."""
+"""The rendezvous of a generation's members in the store, and which members are missing."""
 
 import contextlib
 import json
@@ -16,28 +16,28 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["LATE_SECONDS", "GivenUpError", "Rendezvous", "explained", "named"]
 
-LATE_SECONDS = 5.0  # in a collective, before those who have not come are named
+LATE_SECONDS = 5.0  # in a collective, before a warning names the missing members
 
 _UNUSED_TAG = 1
 _CONNECT = timedelta(seconds=30)
 _POLL_SECONDS = 0.005
-_ROLL_CALL_SECONDS = 2.0  # between ranks that have waited in vain for the same
-_SHOWS_SECONDS = 1.0  # in a collective, before a rank says that it waits
+_ROLL_CALL_SECONDS = 2.0  # between timeouts of ranks that waited for the same member
+_SHOWS_SECONDS = 1.0  # in a collective, before a rank reports that it waits
 _NO_STORE = "the process that holds the rendezvous store, rank 0 by default, has failed or hangs"
 
 
 class GivenUpError(RuntimeError):
-    """This rank does not wait any longer, for a reason that it knows."""
+    """This rank stopped waiting, for the reason given."""
 
 
 class Rendezvous:
-    """Connects the members of a generation, with nothing but a store.
+    """Connects the members of a generation through a store.
 
     Args:
         asked: The store; the same prefix on all members.
-        name: Sets this generation apart from all others in the store.
+        name: Distinguishes this generation from all others in the store.
         rank: This rank.
-        members: All that are awaited, rising, this rank among them.
+        members: All members, ascending, including this rank.
     """
 
     def __init__(self, asked: AskedStore, name: str, rank: int, members: Sequence[int]) -> None:
@@ -52,17 +52,17 @@ class Rendezvous:
         unless: Callable[[], object],
         late: Callable[[list[int]], object] = lambda missing: None,
     ) -> Any:
-        """A Gloo group of the members.
+        """Connect the members in a Gloo group.
 
         Args:
-            timeout_seconds: How long they are awaited, and then to connect.
-            listen: Called in between; ends the wait by what it raises.
-            unless: Called in between; by a `GossipError` of this one the rank takes back that it
-                was here. Others who come while it is elsewhere wait for it as long as they like.
-            late: Called once with the members that have not come within a few seconds.
+            timeout_seconds: How long to wait for the members, and then for their connections.
+            listen: Called while waiting; an error that it raises ends the wait.
+            unless: Called while waiting; after a `GossipError` of it this rank no longer counts as
+                present, and the others wait for it again.
+            late: Called once with the members that are missing after a few seconds.
 
         Raises:
-            GivenUpError: Some did not come, or did not connect; they are named.
+            GivenUpError: Some members are missing, or did not connect; they are named.
             RuntimeError: As the store does.
         """
         asked, here = self._asked, self._keys("here")
@@ -83,7 +83,7 @@ class Rendezvous:
                 late(self._missing(here))
             if deadline.is_over():
                 missing = named(self._missing(here))
-                raise GivenUpError(f"waited {timeout_seconds:g} s for {missing} to come to it")
+                raise GivenUpError(f"waited {timeout_seconds:g} s for {missing}")
             time.sleep(_POLL_SECONDS)
 
         def make(store: dist.Store) -> Any:
@@ -97,11 +97,11 @@ class Rendezvous:
         except RuntimeError as error:
             missing = named(self.call_roll("connect"))
             raise GivenUpError(f"{missing} did not connect ({first_line(error)})") from error
-        asked.begin(lambda store: store.delete_key(here[self._rank]))  # all have seen it
+        asked.begin(lambda store: store.delete_key(here[self._rank]))  # all members have read it
         return gloo
 
     def call_roll(self, occasion: str) -> list[int]:
-        """Members that do not say soon that they, too, have waited in vain."""
+        """Return members that do not soon report a timeout of their own."""
         keys, deadline = self._keys(occasion), Deadline(_ROLL_CALL_SECONDS)
         self._asked.ask(lambda store: store.set(keys[self._rank], ""))
         while not deadline.is_over() and self._missing(keys):
@@ -109,13 +109,13 @@ class Rendezvous:
         return self._missing(keys)
 
     def name_missing(self, number: int) -> Iterator[list[int]]:
-        """Yields the members that have not entered a collective, once; else empty lists.
+        """Yield once the members that have not entered a collective; otherwise empty lists.
 
-        A rank that waits for a second says so in the store, and after a few seconds asks who else
-        does; it awaits no answer. Most collectives are over before that.
+        A rank that waits for a second writes that to the store, and after a few seconds reads which
+        others wait; it does not block. Most collectives are over before that.
 
         Args:
-            number: Of the collective among those of these members, equal on all of them.
+            number: The number of the collective, equal on all members.
         """
         asked, keys = self._asked, self._keys("waits")
         shows, late = Deadline(_SHOWS_SECONDS), Deadline(LATE_SECONDS)
@@ -139,12 +139,14 @@ class Rendezvous:
             yield []
 
     def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
-        """Whose connections ended, by the first member that saw a collective break.
+        """Return the first report, by any member, of connections that ended in a collective.
 
-        Whoever sees that ends its own connections, and so on: later reports name the living, too.
+        A member that sees a broken connection ends its own, so later reports also name living
+        ranks.
 
         Args:
-            ended: Those that ended as far as this rank sees; the answer if the store has none.
+            ended: The ranks whose connections this rank saw end; the result if the store has no
+                report.
         """
         key, report = f"{self._name}/broken", json.dumps([*ended])
         try:
@@ -153,25 +155,25 @@ class Rendezvous:
                 timeout_seconds=_ROLL_CALL_SECONDS,
             ).decode()
         except RuntimeError:
-            first = report  # the store may have ended with one of them
+            first = report  # the store may have died with one of them
         return tuple(rank for rank in json.loads(first) if rank != self._rank)
 
     def ended(self, gloo: Any) -> list[int]:
-        """Members whose connections to this rank have ended."""
+        """Return members whose connections to this rank have ended."""
         ended = []
         for place, rank in enumerate(self._members):
             if rank != self._rank:
                 try:
                     gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
-                except RuntimeError:  # at once on a connection that has ended
+                except RuntimeError:  # immediately on a connection that has ended
                     ended.append(rank)
         return ended
 
     def end(self, gloo: Any) -> None:
-        """Ends what is under way, here and on the others; else letting go of it would wait for it.
+        """End the running collective, here and on the others; otherwise its destructor would wait.
 
-        A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
-        connection that is broken already, so each is tried.
+        Only an expired deadline makes Gloo do so. It does not expire on a connection that is
+        already broken, so each is tried.
         """
         for place, rank in enumerate(self._members):
             if rank != self._rank:
@@ -180,7 +182,7 @@ class Rendezvous:
                     receiving.wait(timedelta(milliseconds=1))
 
     def _keys(self, occasion: str) -> dict[int, str]:
-        """Where each member says in the store that it is there."""
+        """Return the key under which each member reports that it is present."""
         return {rank: f"{self._name}/{occasion}/{rank}" for rank in self._members}
 
     def _missing(self, keys: Mapping[int, str]) -> list[int]:
@@ -193,11 +195,11 @@ class Rendezvous:
 
 
 def named(ranks: Collection[int]) -> str:
-    """Ranks in words."""
+    """Return ranks as text."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "no rank"
 
 
 def explained(error: RuntimeError) -> str:
-    """What an error says, and what it means if it is one of the store."""
+    """Return an error's first line, with its meaning if it is the store's."""
     lost = isinstance(error, StoreSilentError | dist.DistNetworkError)
     return f"{first_line(error)}{f': {_NO_STORE}' if lost else ''}"

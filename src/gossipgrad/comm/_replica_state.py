@@ -1,4 +1,4 @@
-"""A replica: its parameters by name, and all of its state as plain values, copied and put back."""
+"""A replica's parameters by name, and its whole state as plain values, to save and load."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,17 +32,17 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
     (bytes, bytes),
 )
-Path = tuple[Any, ...]  # the keys that lead to a value inside of another
+Path = tuple[Any, ...]  # the keys that lead to a nested value
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """All parameters of its groups, in their order."""
+    """Yield all parameters of an optimizer's groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters, and those that only an optimizer holds, by name; tied ones once."""
+    """Return the model's and the optimizers' parameters by name; tied ones once."""
     named = dict(model.named_parameters())
     known = {id(p) for p in named.values()}
     for number, optimizer in enumerate(optimizers):
@@ -56,9 +56,9 @@ def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
 def trained_parameters(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizers train, by name, in the model's order.
+    """Return the parameters that the optimizers train, by name, in the model's order.
 
-    Frozen parameters stay out: they are equal on all ranks after the start.
+    Frozen parameters are left out: they are equal on all ranks after the start.
     """
     owned = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     named = all_parameters(model, optimizers)
@@ -68,21 +68,21 @@ def trained_parameters(
 def replica_state(
     model: nn.Module, optimizers: Sequence[Optimizer], *, copy: bool = True
 ) -> dict[str, Any]:
-    """All that training changes in a replica, in host memory; local.
+    """Return all state that training changes in a replica, in host memory; local.
 
-    Buffers are among it, those that a model's own state leaves out, too, and what its modules tell
-    by `get_extra_state`. Of sharded tensors it is this rank's part. Not gradients. With `copy`
-    False tensors that lie there already are no copies.
+    This includes buffers (also non-persistent ones) and the modules' `get_extra_state`, but no
+    gradients. Of sharded tensors it holds this rank's shard. With `copy` False, tensors that are in
+    host memory already are not copied.
 
     Returns:
         `"model"`: tensors by name. `"model_names"`: by names of the model's own `state_dict()`, the
-        name in `"model"` of the same tensor: tied ones have several there, and those that it leaves
-        out none. `"extra"`: extra states by name of the module. `"optimizers"`:
-        of each its kind, hyper-parameters and state. `"shard"`: which part of sharded tensors it
-        is: place and number of places on each axis of the mesh; None of whole ones.
+        name in `"model"` of the same tensor: tied tensors have several, non-persistent buffers
+        none. `"extra"`: extra states by name of the module. `"optimizers"`:
+        the kind, hyper-parameters and state of each. `"shard"`: index and number of shards on each
+        axis of the mesh; None for whole tensors.
 
     Raises:
-        GossipError: An optimizer or a module keeps something that is no plain value.
+        GossipError: An optimizer or a module holds a value that is not plain.
     """
     named = _named(model, optimizers)
     return {
@@ -100,11 +100,11 @@ def replica_state(
 def misfit(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
 ) -> str | None:
-    """Why a replica's state cannot be put into these objects, None if it can."""
+    """Return why a state cannot be loaded into these objects, None if it can."""
     named = _named(model, optimizers)
     if (was := state["shard"]) != (here := _shard_of(named.values())):
         return (
-            f"it is of {_told(was)}, here is {_told(here)}: save each shard of a replica in a "
+            f"it is of {_described(was)}, here is {_described(here)}: save each shard in a "
             "directory of its own, and load it from there"
         )
     if odd := sorted(set(state["extra"]) ^ set(_with_extra(model))):
@@ -132,9 +132,9 @@ def misfit(
 def load_replica(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Puts back what `replica_state` gave, in place and bit for bit; local.
+    """Load the result of `replica_state`, in place and bit for bit; local.
 
-    `misfit` must have found nothing.
+    `misfit` must have returned None.
     """
     for name, tensor in _named(model, optimizers).items():
         local(tensor).copy_(state["model"][name])
@@ -145,17 +145,17 @@ def load_replica(
 
 
 def plain(value: Any, what: str, copy: bool) -> Any:
-    """A value that is made of tensors, numbers, text and None, with its tensors in host memory.
+    """Return a value of tensors, numbers, text and None, with its tensors in host memory.
 
     Raises:
-        GossipError: It is made of something else.
+        GossipError: It contains anything else.
     """
     if isinstance(value, Tensor):
         return _to_host(value, copy)
     if value is None:
         return None
     for kind, bare in _PLAIN:
-        if isinstance(value, kind):  # of a subclass, such as numpy's float64, the value alone
+        if isinstance(value, kind):  # drops a subclass, such as numpy's float64
             return value if type(value) is kind else bare(value)
     if isinstance(value, Mapping):
         return {key: plain(each, what, copy) for key, each in value.items()}
@@ -163,41 +163,41 @@ def plain(value: Any, what: str, copy: bool) -> Any:
         made = [plain(each, what, copy) for each in value]
         return made if isinstance(value, list) else tuple(made)
     raise GossipError(
-        f"{what} is a {type(value).__name__}, which is no plain value: a state holds tensors, "
+        f"{what} is a {type(value).__name__}, which is not a plain value: a state holds tensors, "
         "numbers, text, bytes, None, and lists, tuples and dicts of these"
     )
 
 
 def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]], list[list[Any]]]:
-    """State of an optimizer: what it keeps of parameters, and what it keeps under names; local.
+    """Return an optimizer's state of parameters, and its state under names; local.
 
     Args:
-        optimizer: Whose.
-        what: It is, in messages.
+        optimizer: The optimizer.
+        what: Its name in messages.
         copy: Whether tensors that are in host memory are copied.
 
     Returns:
-        For each parameter in order its place, its state, and the paths of tensors in it that were
-        in host memory; where those are cannot be known before the first step. The same with names
-        in place of places.
+        For each parameter in order its index, its state, and the paths of tensors in it that were
+        in host memory, which are unknown before the first step. The same with names instead of
+        indices.
 
     Raises:
-        GossipError: Something is no plain value, or stands under a key that is no name.
+        GossipError: A value is not plain, or has a key that is neither a parameter nor text.
     """
     with filled(optimizer):
         return _kept_by(optimizer, what, copy)
 
 
 def filled(optimizer: Optimizer) -> AbstractContextManager[object]:
-    """Inside, `state` has all, also of an optimizer that keeps part of it elsewhere.
+    """Make `state` complete inside, also for an optimizer that keeps part of it elsewhere.
 
-    Such a one has a context manager `filled_state()`, and `take_state()`, which takes it back.
+    Such an optimizer has a context manager `filled_state()`, and `take_state()` to read it back.
     """
     return getattr(optimizer, "filled_state", nullcontext)()
 
 
 def take_state(optimizer: Optimizer) -> None:
-    """Has an optimizer that keeps part of its state elsewhere take it from `state`, as filled."""
+    """Let an optimizer that keeps part of its state elsewhere read it from the filled `state`."""
     if hasattr(optimizer, "take_state"):
         optimizer.take_state()
 
@@ -210,15 +210,15 @@ def _kept_by(
     named: list[list[Any]] = []
     for key, held in optimizer.state.items():
         if isinstance(key, Tensor):
-            if id(key) in places and held:  # of others it holds what it has no use for
+            if id(key) in places and held:  # entries of other parameters are unused
                 values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
                 kept.append([places[id(key)], values, _on_host(held)])
         elif isinstance(key, str):
             named.append([key, plain(held, f"{what} state {key!r}", copy), _on_host(held)])
         else:
             raise GossipError(
-                f"{what} state has the key {key!r}, which is no parameter and no text: it cannot "
-                "be reported again where the state is loaded"
+                f"{what} state has the key {key!r}, neither a parameter nor text: it cannot "
+                "be found again when the state is loaded"
             )
     return sorted(kept, key=lambda entry: entry[0]), named
 
@@ -226,7 +226,7 @@ def _kept_by(
 def put_back(
     optimizer: Optimizer, kept: Iterable[Sequence[Any]], named: Iterable[Sequence[Any]]
 ) -> None:
-    """Gives an optimizer what `kept_by` returned: on the parameters' devices, or where it was."""
+    """Load the result of `kept_by`, on the parameters' devices or in host memory as before."""
     parameters = list(parameters_of(optimizer))
     for place, values, on_host in kept:
         optimizer.state[parameters[place]] = _beside(parameters[place], values, on_host)
@@ -239,8 +239,8 @@ def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str,
     has_own = type(optimizer).state_dict is not Optimizer.state_dict
     if has_own and not hasattr(optimizer, "filled_state"):
         warnings.warn(
-            f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
-            "its state and groups is not in this state. Save and load it beside this one",
+            f"{type(optimizer).__name__} has a state_dict() of its own: what it adds there to "
+            "its state and groups is not in this state. Save and load it separately",
             stacklevel=3,
         )
     kept, named = kept_by(optimizer, what, copy)
@@ -274,12 +274,12 @@ def _group_sizes(optimizer: Optimizer) -> list[int]:
 
 
 def _to_host(tensor: Tensor, copy: bool) -> Tensor:
-    """What this rank holds of a tensor, in host memory; with `copy` False itself if it can be."""
+    """Return a tensor or its local shard in host memory; `copy` False: itself if possible."""
     return local(tensor.detach()).to("cpu", copy=copy)
 
 
 def _mapped(value: Any, change: Callable[[Tensor, Path], Any], at: Path = ()) -> Any:
-    """A value with its tensors changed, each by itself and its path."""
+    """Return a value with `change(tensor, path)` for each of its tensors."""
     if isinstance(value, Tensor):
         return change(value, at)
     if isinstance(value, Mapping):
@@ -294,16 +294,16 @@ def _copied(value: Any) -> Any:
 
 
 def _on_host(value: Any) -> list[list[Any]]:
-    """The paths of tensors in host memory."""
+    """Return the paths of tensors in host memory."""
     paths: list[list[Any]] = []
     _mapped(value, lambda t, at: paths.append([*at]) if t.device.type == "cpu" else None)
     return paths
 
 
 def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> Any:
-    """A copy on the parameter's device, sharded as the parameter is if it has its local shape.
+    """Copy a value to the parameter's device, sharded like it if it has its local shape.
 
-    What was in host memory is there again.
+    Tensors that were in host memory stay there.
     """
     paths = {tuple(path) for path in on_host}
 
@@ -320,7 +320,7 @@ def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> 
 
 
 def _own_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
-    """As `state_dict()` names its tensors; not asked for, since hooks of it may communicate."""
+    """Return the names of `state_dict()` without calling it: its hooks may communicate."""
     kept = {id(tensor): name for name, tensor in named.items()}
     names: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -343,7 +343,7 @@ def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _told(shard: Mapping[str, Sequence[int]] | None) -> str:
+def _described(shard: Mapping[str, Sequence[int]] | None) -> str:
     if shard is None:
         return "a whole replica"
     places = [f"{at} of {size} on axis {axis!r}" for axis, (at, size) in shard.items()]
@@ -360,9 +360,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _shard_of(tensors: Iterable[Tensor]) -> dict[str, list[int]] | None:
-    """This rank's place, and the number of places, on each mesh axis that some are sharded over.
+    """Return this rank's index and the number of shards on each sharded mesh axis.
 
-    None if none is; local.
+    None if no tensor is sharded; local.
     """
     places: dict[str, list[int]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The start of a session: all ranks train the same, and all replicas become that of rank 0."""
+"""The start of a session: all ranks agree on the model, and copy the replica of rank 0."""
 
 import hashlib
 import io
@@ -17,14 +17,14 @@ from gossipgrad.errors import AgreementError
 
 __all__ = ["agree_on", "broadcast_replica", "fingerprint"]
 
-_TOGETHER_BYTES = 4 << 20  # small tensors share messages: each costs a round through all ranks
-_PARAMETERS = 64  # whose state is copied and sent together
+_TOGETHER_BYTES = 4 << 20  # small tensors share messages, since each takes a pass through all ranks
+_PARAMETERS = 64  # parameters whose state is copied and sent together
 
 
 def fingerprint(
     model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
 ) -> dict[str, str]:
-    """What must be equal on all ranks, as a flat table of plain words."""
+    """Return everything that must be equal on all ranks, as a flat table of text."""
     table = {f"setting {name!r}": str(value) for name, value in settings.items()}
     parameters = all_parameters(model, optimizers)
     for kind, tensors in (("parameter", parameters.items()), ("buffer", model.named_buffers())):
@@ -46,11 +46,11 @@ def fingerprint(
 def agree_on(
     group: Group, model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
 ) -> None:
-    """Returns if all ranks train the same with the same settings; a collective.
+    """Check that all ranks train the same model with the same settings; a collective.
 
     Raises:
-        AgreementError: On every rank, with the first difference to rank 0.
-        GossipError: If a rank died before it came here.
+        AgreementError: On every rank, with the first difference from rank 0.
+        GossipError: If a rank died before it called this.
     """
     table = fingerprint(model, optimizers, settings)
     digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
@@ -59,7 +59,7 @@ def agree_on(
     tables = group.all_gather_object(table)
     first = group.members[0]
     for rank, other in zip(group.members, tables, strict=True):
-        # Digests last: a difference is better reported by name.
+        # Digests last: prefer to report a difference by name.
         last = ("order", "optimizer")
         for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
             here, there = tables[0].get(key), other.get(key)
@@ -74,14 +74,14 @@ def agree_on(
 
 @torch.no_grad()
 def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Overwrites parameters, buffers and optimizer state with those of rank 0; a collective.
+    """Overwrite parameters, buffers and optimizer state with those of rank 0; a collective.
 
-    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped. Where rank 0
-    is no member of the group any more, its lowest member stands for it.
+    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped. If rank 0 is
+    no longer a member, the lowest member takes its role.
 
     Raises:
-        GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is no
-            tensor and no plain value.
+        GossipError: If a rank dies, or rank 0's optimizer holds a value that is neither a tensor
+            nor plain.
     """
     parameters = all_parameters(model, optimizers).values()
     _broadcast(group, [local(tensor) for tensor in (*parameters, *model.buffers())])
@@ -108,7 +108,7 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
 
 
 def _broadcast_values(group: Group, value: Any) -> Any:
-    """What the source has, tensors in host memory included."""
+    """Return the source's value, including tensors in host memory."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
@@ -119,7 +119,7 @@ def _broadcast_values(group: Group, value: Any) -> Any:
 
 
 def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Overwrites tensors of any types and devices with those of rank 0, many in a message."""
+    """Overwrite tensors of any type and device with those of rank 0, many in a message."""
     batch: list[Tensor] = []
     batch_bytes = 0
     for tensor in tensors:

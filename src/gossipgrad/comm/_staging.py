@@ -1,4 +1,4 @@
-"""Snapshots: copies of the payload that may travel while training goes on; and the way back."""
+"""Snapshots of the payload, sent while training continues, and staging of received parts."""
 
 import functools
 import time
@@ -16,14 +16,14 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 class Snapshot:
-    """A copy of all buckets at one moment; of the wire type, in host memory where it is sent from.
+    """A copy of all buckets at one moment, of the wire type, in host memory.
 
-    On an accelerator the copy is made there, on the stream of the training step. On CUDA it is
-    brought to pinned host memory on a side stream, so that the step never waits for the transfer;
-    of another accelerator it is copied to host memory at once.
+    On an accelerator the copy is first made there, on the stream of the training step. On CUDA a
+    side stream then copies it to pinned host memory, so that the step never waits for the transfer.
+    On other accelerators it is copied to host memory immediately.
 
     Attributes:
-        flats: One flat tensor a bucket, of the wire type, shape `(numel,)`, where the tensors are.
+        flats: One flat tensor a bucket, of the wire type, shape `(numel,)`, on the tensors' device.
         views: For each bucket one view a tensor, in the order of `BucketLayout.indices`.
     """
 
@@ -49,7 +49,7 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Memory held, on both sides."""
+        """Memory on the device and on the host."""
         return sum(flat.nbytes for flat in (*self.flats, *self._hosts))
 
     @property
@@ -61,13 +61,13 @@ class Snapshot:
     def take(
         self, bucket: int, tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """Copies a bucket's tensors, casting to the wire type; None counts as zeros.
+        """Copy a bucket's tensors, casting to the wire type; None counts as zeros.
 
-        What fp16 cannot hold becomes its largest value: both ends subtract what they sent, so that
-        costs a slower exchange and no infinity.
+        Values beyond fp16's range become its largest value: both ends subtract the values they
+        sent, so this only slows the averaging and creates no infinity.
 
         Returns:
-            What to send, in host memory, and what to wait for before.
+            The values to send, in host memory, and a function to wait for before sending.
         """
         flat = self.flats[bucket]
         pairs = list(zip(self.views[bucket], tensors, strict=True))
@@ -86,13 +86,13 @@ class Snapshot:
             return self._hosts[bucket], self._stream.record_event().synchronize
 
     def hold(self, ticket: Ticket) -> None:
-        """Keeps the snapshot from being written again before `ticket` is done."""
+        """Keep the snapshot from being overwritten before `ticket` is done."""
         self._tickets = [held for held in self._tickets if not held.done]
         self._tickets.append(ticket)
 
 
 class SnapshotPool:
-    """At most `limit` snapshots, made when first needed and used in turn."""
+    """At most `limit` snapshots, created when first needed and reused."""
 
     def __init__(self, plan: BucketPlan, device: torch.device, limit: int) -> None:
         self._plan = plan
@@ -108,14 +108,14 @@ class SnapshotPool:
 
     @property
     def limit_bytes(self) -> int:
-        """The most that `size_bytes` may come to."""
+        """The upper limit of `size_bytes`."""
         sides = 2 if self._device.type == "cuda" else 1
         return self._limit * self._plan.size_bytes * sides
 
     def acquire(self, wait: Callable[[], None], timeout_seconds: float) -> Snapshot | None:
-        """A snapshot that nobody reads any more; None if there is none in time.
+        """Return a free snapshot, or None if there is none in time.
 
-        It waits only for transports: with every snapshot in use by its owner there is none.
+        Waits only for transports: if the owner uses every snapshot, returns None.
 
         Args:
             wait: Called while waiting, to let the channel make progress.
@@ -135,19 +135,19 @@ class SnapshotPool:
                 wait()
 
     def release(self, snapshot: Snapshot) -> None:
-        """Gives a snapshot back; it is used again once its tickets are done."""
+        """Return a snapshot to the pool; it is reused after its tickets are done."""
         self._used.discard(id(snapshot))
 
 
 def stage(received: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    """Begins to bring what was received to a device; from any thread.
+    """Start copying a received part to a device; from any thread.
 
-    On CUDA it is pinned, and copied on a side stream: a thread beside the training's does both
-    while the step computes.
+    On CUDA it is pinned, and copied on a side stream: a background thread does both while the step
+    computes.
 
     Returns:
-        What gives it there; to be called in the thread that uses it, whose stream then waits for
-        the copy.
+        A function that returns it on the device; call it in the thread that uses it, whose stream
+        then waits for the copy.
     """
     if device.type != "cuda":
         moved = received.to(device)
@@ -168,5 +168,5 @@ def stage(received: Tensor, device: torch.device) -> Callable[[], Tensor]:
 
 @functools.cache
 def _inbound(device: torch.device) -> torch.cuda.Stream:
-    """One for all: a stream's memory is reused on that stream alone."""
+    """Return the one shared stream: memory of a stream is reused on that stream only."""
     return torch.cuda.Stream(device)

@@ -11,7 +11,7 @@ __all__ = ["Joinable", "Lost", "Received", "Sent", "Ticket", "Transport", "is_jo
 
 @runtime_checkable
 class Ticket(Protocol):
-    """Tells when a payload has left, so that its memory may be written again."""
+    """Reports when a payload was sent, so that its memory may be written again."""
 
     @property
     def done(self) -> bool:
@@ -19,7 +19,7 @@ class Ticket(Protocol):
         ...
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits until it is done, at most so long; whether it is. From any thread."""
+        """Wait until it is done, with a timeout; return whether it is. From any thread."""
         ...
 
 
@@ -36,11 +36,11 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """One message that came in.
+    """One received message.
 
     Attributes:
         header: The header's bytes, unchecked.
-        payload: The payload as bytes, shape `(size_bytes,)`, or None; memory is the receiver's.
+        payload: The payload as bytes, shape `(size_bytes,)`, or None; owned by the receiver.
     """
 
     header: bytes
@@ -56,61 +56,61 @@ class Lost:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Moves messages between ranks over links: one queue a direction, made when first used.
+    """Moves messages between ranks over links: one queue per direction, created on first use.
 
     Messages between two ranks arrive once and in order or, if the peer dies, not at all. `send`
-    may be called from any thread, `receive` from one at a time. One whose links can be made anew
-    after `forget` says so by an attribute `reopens = True`.
+    may be called from any thread, `receive` from one at a time. A transport whose links can be
+    reopened after `forget` has an attribute `reopens = True`.
     """
 
     rank: int
     world_size: int
 
     def open(self, peer: int) -> None:
-        """Makes the link to `peer` ready and watches that it lives; idempotent."""
+        """Open the link to `peer` and watch it; idempotent."""
         ...
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
-        """Queues a message and returns at once; `payload` is contiguous and in host memory."""
+        """Queue a message and return immediately; `payload` is contiguous, in host memory."""
         ...
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
-        """What has come, in order; waits for the first at most `timeout_seconds`."""
+        """Return received messages in order; wait for the first at most `timeout_seconds`."""
         ...
 
     def forget(self, peer: int) -> None:
-        """Drops the link to a rank that is gone, and what was queued for it."""
+        """Drop the link to a rank that is gone, and its queued messages."""
         ...
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Sends what is queued for at most `linger_seconds`, then closes every link."""
+        """Send queued messages for at most `linger_seconds`, then close every link."""
         ...
 
 
 @runtime_checkable
 class Joinable(Transport, Protocol):
-    """A transport of a run that others may join."""
+    """A transport of a run that ranks may join."""
 
     @property
     def introduction(self) -> list[Any]:
-        """What this rank introduces itself with."""
+        """This rank's introduction."""
         ...
 
     @property
     def introductions(self) -> dict[int, list[Any]]:
-        """How each rank that is known introduces itself, this one among them."""
+        """The introductions of all known ranks, including this one."""
         ...
 
     def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
-        """Gets to know a rank that has joined; links are made when first used, here and there."""
+        """Add a rank that has joined; links are created on first use, on both ends."""
         ...
 
     def beside(self, *, max_payload_bytes: int) -> "Joinable":
-        """Another transport of this rank, with links of its own."""
+        """Return another transport of this rank, with its own links."""
         ...
 
 
 def is_joinable(transport: object) -> TypeGuard[Joinable]:
-    """Whether others may join over a transport, or over what it wraps."""
-    # isinstance() does not see what a wrapper gives by __getattr__, from Python 3.12 on.
+    """Whether ranks may join over a transport, or over the one it wraps."""
+    # From Python 3.12 on, isinstance() ignores attributes of a wrapper's __getattr__.
     return hasattr(transport, "add_peer")

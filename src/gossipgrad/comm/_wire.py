@@ -1,4 +1,4 @@
-"""What stands on the wire: one header a message, and a payload of raw tensor bytes behind it."""
+"""The wire format: one header per message, followed by a payload of raw tensor bytes."""
 
 import enum
 import struct
@@ -18,17 +18,17 @@ DTYPES = (*FLOATING, torch.uint8)
 
 
 class WireError(ValueError):
-    """A message that is not ours, or not of this version; it is dropped and counted."""
+    """A message of another program or version; it is dropped and counted."""
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """The kind of a message."""
 
     DATA = 1
-    VOID = 2  # the sender has given up `round`, and sends no part of it
-    FENCE = 3  # the sender is at `round` of this epoch: nothing more is sent of what was before
+    VOID = 2  # the sender has voided `round`, and sends no part of it
+    FENCE = 3  # the sender is at `round` of this epoch, and sends no further part of earlier ones
     LEAVE = 4  # the sender leaves
-    PART = 5  # the sender has lost its link to the receiver, and receives nothing any more
+    PART = 5  # the sender has lost its link to the receiver, and no longer receives from it
     ASK = 6  # may the sender send its part of `round`?
     GO = 7  # it may
     MAIL = 8  # version `round` of the tensor with key `bucket`, for the mailbox
@@ -36,16 +36,16 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The part of a message that says what it is; 57 bytes.
+    """The header of a message; 57 bytes.
 
     Attributes:
-        kind: What the message is for.
+        kind: The kind of the message.
         run: The run's 16 random bytes, made by rank 0 at the start.
         sender: The sending rank.
-        generation: The membership that the sender lives in.
+        generation: The sender's generation of the membership.
         epoch: How many collectives the sender has entered in that generation.
         round: The round of the exchange.
-        bucket: Which part of the payload this is.
+        bucket: Index of the bucket.
         dtype: Type of the elements, None when there is no payload.
         size_bytes: Bytes of the payload.
     """
@@ -61,7 +61,7 @@ class Header:
     size_bytes: int = 0
 
     def pack(self) -> bytes:
-        """The header as bytes, big-endian."""
+        """Return the header as bytes, big-endian."""
         dtype = 255 if self.dtype is None else DTYPES.index(self.dtype)
         return _FIXED.pack(
             *(_MAGIC, _VERSION, self.kind, dtype, self.run, self.sender),
@@ -70,7 +70,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
-        """Reads a header; every field is checked before it is believed.
+        """Read a header and check every field.
 
         Raises:
             WireError: If the bytes are not a header of this version.
@@ -91,7 +91,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the plan says of one bucket: element type and count."""
+    """One bucket of the plan: element type and count."""
 
     dtype: torch.dtype
     numel: int
@@ -102,7 +102,7 @@ class Part:
         return self.numel * self.dtype.itemsize
 
     def check(self, payload: Tensor, bucket: int) -> None:
-        """Refuses to send what the plan does not foresee.
+        """Check a payload against the plan.
 
         Raises:
             ValueError: If the payload does not fit.
@@ -114,7 +114,7 @@ class Part:
             )
 
     def read(self, header: Header, payload: Tensor | None) -> Tensor:
-        """The elements that a message brings.
+        """Return the elements of a message.
 
         Raises:
             WireError: If they do not fit.

@@ -28,10 +28,10 @@ from gossipgrad.errors import AgreementError
 __all__ = ["ZeroMQTransport", "resolve_transport"]
 
 _HEADER_BYTES = 1 << 14
-_CURVE_BYTES = 64  # an encrypted message is 33 longer on the wire, where its size is checked
+_CURVE_BYTES = 64  # encryption adds 33 bytes to a message, before its size is checked
 _QUEUED_MESSAGES = 4096
 _NOT_OURS = Received(b"", None)  # for the channel to count
-_KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
+_KEEPALIVE_SECONDS = (10, 5)  # the idle time before a link is probed, and the interval after that
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
@@ -41,7 +41,7 @@ _open: "weakref.WeakSet[ZeroMQTransport]" = weakref.WeakSet()
 
 @dataclass(eq=False, slots=True)
 class _Sockets:
-    """The sockets of a transport; they are closed even if nobody closes that."""
+    """The sockets of a transport, closed even if the transport is not."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     listener: "zmq.Socket[bytes]"
@@ -52,7 +52,7 @@ class _Sockets:
     def close(self, linger_seconds: float = 0.0) -> None:
         """Sends what is queued for at most `linger_seconds`, then ends the context."""
         if os.getpid() != self.process:
-            return  # a fork of the process: all of it is its parent's
+            return  # a forked child: the sockets belong to its parent
         for link in self.links.values():
             link.close(linger_seconds)
         self.links.clear()
@@ -63,28 +63,28 @@ class _Sockets:
 
 
 class ZeroMQTransport:
-    """One PULL socket that all peers send to, and one PUSH socket a peer, made when first used.
+    """One PULL socket that all peers send to, and one PUSH socket per peer, created on first use.
 
     Payloads leave from the caller's memory and arrive in ZeroMQ's: nothing is copied in Python,
-    and a rank busy elsewhere still drains its partners. Links are plain, for a network that is
-    trusted, or encrypted and authenticated by CURVE with a secret from a file on every rank, which
+    and a rank busy elsewhere still drains its partners. Links are plain, for a trusted network, or
+    encrypted and authenticated by CURVE with a secret from a file on every rank, which
     `GOSSIPGRAD_SECRET_FILE` names.
 
     Args:
-        group: Used once, to compare the secrets and to tell all ranks the addresses (a collective).
-        max_payload_bytes: A larger message is cut off by ZeroMQ before memory is taken.
-        bind: Address or name of the interface to listen on; None: what `GOSSIPGRAD_BIND` says. By
-            default loopback if all ranks are on one host, else the interface towards
+        group: Used once, to compare secrets and exchange addresses (a collective).
+        max_payload_bytes: ZeroMQ refuses a larger message before it allocates memory.
+        bind: Address or name of the interface to listen on; None: the value of `GOSSIPGRAD_BIND`.
+            By default loopback if all ranks are on one host, else the interface towards
             `MASTER_ADDR`, or the one this host's name resolves to.
         encrypt: Encrypt and authenticate everything, on all ranks or on none; None: if
             `GOSSIPGRAD_SECRET_FILE` is set.
 
     Attributes:
-        introductions: How each rank that is known introduces itself, this one among them.
+        introductions: The introductions of all known ranks, including this one.
 
     Raises:
-        ValueError: If the interface cannot be listened on, or not be reached from other hosts; if
-            there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
+        ValueError: If the interface cannot be listened on, or cannot be reached from other hosts;
+            if there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
         AgreementError: If ranks have different secrets, or only some encrypt.
         GossipError: If a rank dies while addresses are exchanged, or has no secret.
     """
@@ -126,14 +126,14 @@ class ZeroMQTransport:
         max_payload_bytes: int = 1 << 32,
         encrypt: bool | None = None,
     ) -> "ZeroMQTransport":
-        """The transport of a rank that comes later; local.
+        """Create the transport of a joiner; local.
 
-        Its own `introduction` lets the others know where it listens (`add_peer`).
+        The others connect to it by its `introduction` (`add_peer`).
 
         Args:
-            rank: Its number, which nobody has had before.
+            rank: Its number, which no rank had before.
             world_size: As on the others.
-            introductions: Of those that it may talk to.
+            introductions: The introductions of the ranks that it may send to.
             bind: Address or name of the interface to listen on.
             max_payload_bytes: As on the others.
             encrypt: As on the others.
@@ -149,13 +149,13 @@ class ZeroMQTransport:
         return self
 
     def beside(self, *, max_payload_bytes: int) -> "ZeroMQTransport":
-        """Another transport of this rank, with links of its own; local.
+        """Return another transport of this rank, with its own links; local.
 
         Args:
             max_payload_bytes: As in the constructor.
 
         Raises:
-            ValueError: The interface cannot be listened on any more.
+            ValueError: The interface can no longer be listened on.
         """
         other, here = ZeroMQTransport.__new__(ZeroMQTransport), self.address
         with other._listen(self._access, self.rank, self.world_size, max_payload_bytes, here):
@@ -173,15 +173,15 @@ class ZeroMQTransport:
 
     @property
     def introduction(self) -> list[Any]:
-        """Where this rank listens, and the fingerprint of its secret; values are those of JSON."""
+        """This rank's address and the fingerprint of its secret; values are those of JSON."""
         return self.introductions[self.rank]
 
     def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
-        """Learns where a rank listens; local, and from any thread.
+        """Add a rank by its introduction; local, from any thread.
 
         Raises:
-            AgreementError: It has another secret, only one of both encrypts, or that number is
-                another rank's.
+            AgreementError: It has another secret, only one of both encrypts, or another rank has
+                that number.
         """
         match [*introduction]:
             case [str(endpoint), None | str() as fingerprint] if _ENDPOINT.fullmatch(endpoint):
@@ -196,13 +196,13 @@ class ZeroMQTransport:
             raise AgreementError(f"rank {rank} is known already, and listens elsewhere")
 
     def open(self, peer: int) -> None:
-        """Connects to `peer` and watches the connection, if it is known where that listens."""
+        """Connect to `peer` and watch the connection, if its address is known."""
         with self._sending:
             if not self._closed and peer in self.introductions:
                 self._link(peer)
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
-        """Queues a message; `payload` is read by an I/O thread until the ticket is done."""
+        """Queue a message; an I/O thread reads `payload` until the ticket is done."""
         with self._sending:
             if self._closed or peer not in self.introductions:
                 return Sent()
@@ -216,7 +216,7 @@ class ZeroMQTransport:
             return link.send(header, body)
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
-        """What has come, and who was found gone."""
+        """Return received messages, and ranks that were lost."""
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
@@ -231,14 +231,14 @@ class ZeroMQTransport:
         return events
 
     def forget(self, peer: int) -> None:
-        """Closes the link to `peer` and drops what was queued for it."""
+        """Close the link to `peer` and drop its queued messages."""
         with self._sending:
             if not self._closed and (link := self._links.pop(peer, None)) is not None:
                 self._poller.unregister(link.monitor)
                 link.close(linger_seconds=0.0)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Closes all links; sends what is queued for at most `linger_seconds`."""
+        """Send queued messages for at most `linger_seconds`, then close all links."""
         with self._sending:
             was_closed, self._closed = self._closed, True
         if not was_closed:
@@ -246,7 +246,7 @@ class ZeroMQTransport:
             self._sockets.close(linger_seconds)
 
     def silence(self) -> None:
-        """Sends and receives nothing more, and leaves the sockets to the end of the process."""
+        """Stop sending and receiving, and leave the sockets open until the process exits."""
         with self._sending:
             self._closed = True
             self._abandoned.detach()
@@ -264,7 +264,7 @@ class ZeroMQTransport:
         *,
         one_host: bool = True,
     ) -> Iterator[None]:
-        """Listens; an error inside closes everything again."""
+        """Listen; an error inside closes everything again."""
         self.rank, self.world_size = rank, world_size
         self.max_payload_bytes = max_payload_bytes
         self.introductions: dict[int, list[Any]] = {}
@@ -277,7 +277,7 @@ class ZeroMQTransport:
         self._links = self._sockets.links
         self._poller = zmq.Poller()
         self._poller.register(listener, zmq.POLLIN)
-        # A context that is collected with open sockets waits for them for ever.
+        # A context that is collected with open sockets waits for them forever.
         self._abandoned = weakref.finalize(self, self._sockets.close)
         self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
         _open.add(self)
@@ -340,12 +340,11 @@ class ZeroMQTransport:
 
 
 def resolve_transport(transport: Any, *, encrypt: Any = None) -> Callable[[Group, int], Transport]:
-    """How links are made, of a group and the largest payload in bytes that the plan foresees.
+    """Return a function that makes a transport from a group and the largest payload in bytes.
 
     Args:
-        transport: `"zeromq"`, or a function from a group to a transport, which has a limit of its
-            own.
-        encrypt: Whether links are encrypted, which `"zeromq"` can; None: if there is a secret.
+        transport: `"zeromq"`, or a function from a group to a transport with its own limit.
+        encrypt: Whether to encrypt links, for `"zeromq"` only; None: if there is a secret.
 
     Raises:
         ValueError: There is no such transport, or it cannot encrypt.
@@ -371,10 +370,10 @@ def resolve_transport(transport: Any, *, encrypt: Any = None) -> Callable[[Group
 
 
 def _bind(listener: "zmq.Socket[bytes]", address: str, *, one_host: bool) -> str:
-    """Listens on a free port; where that is.
+    """Listen on a free port; return the endpoint.
 
     Raises:
-        ValueError: The interface is none of this host, or the others could not reach it.
+        ValueError: The interface is not of this host, or the others cannot reach it.
     """
     listener.setsockopt(zmq.IPV6, int(":" in address))
     try:
@@ -394,14 +393,14 @@ def _address_of(endpoint: str) -> str:
 
 
 def _at_exit() -> None:
-    """Ends what nobody closed, without touching sockets that other threads may be in still."""
+    """End unclosed transports without touching sockets that other threads may still use."""
     for transport in [*_open]:
         transport.silence()
     gc._atexit()
 
 
-# pyzmq stops at exit what sends without a copy need, before finalizers that are older than its
-# first such send: those of sessions, which then say their last word. It is put behind them here,
-# for finalizers run at exit in the reverse order of their making.
+# At exit, pyzmq stops the helper of zero-copy sends before older finalizers run, such as those of
+# sessions, which still send LEAVE. Finalizers run in reverse order of creation, so creating pyzmq's
+# first makes it run last.
 atexit.unregister(gc._atexit)
 weakref.finalize(ZeroMQTransport, _at_exit)

@@ -1,4 +1,4 @@
-"""One end of a link over ZeroMQ: the socket that sends, and whether its peer is there."""
+"""One end of a link over ZeroMQ: the sending socket and the state of its connection."""
 
 import contextlib
 import time
@@ -14,18 +14,18 @@ UP = zmq.Event.HANDSHAKE_SUCCEEDED
 DOWN = zmq.Event.DISCONNECTED
 _FAILED = zmq.Event.CLOSED  # an attempt to connect failed
 _BROKEN_OFF = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-# The other end does not let us in: ZeroMQ does not try again, and drops what is queued.
+# The other end refuses us: ZeroMQ does not retry, and drops queued messages.
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 WATCHED = UP | DOWN | _FAILED | _BROKEN_OFF | _REFUSED
 _GONE_AFTER_FAILURES = 2  # every peer listens before it sends its address: refusal means gone
-_GONE_AFTER_BROKEN_OFF = 30  # a busy peer may take long to let us in
-_GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
-_COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
+_GONE_AFTER_BROKEN_OFF = 30  # a busy peer may take long to accept us
+_GONE_AFTER_SECONDS = 0.5  # messages that a peer sent before it left are still in flight
+_COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than tracking the buffer
 
 
 @dataclass(frozen=True, slots=True)
 class _Tracked:
-    """A ticket of ZeroMQ's."""
+    """A ticket over ZeroMQ's message tracker."""
 
     tracker: zmq.MessageTracker
 
@@ -35,7 +35,7 @@ class _Tracked:
         return self.tracker.done
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits until it is done, at most so long; whether it is."""
+        """Wait until it is done, with a timeout; return whether it is."""
         with contextlib.suppress(zmq.NotDone):
             self.tracker.wait(timeout_seconds)
         return self.tracker.done
@@ -43,15 +43,15 @@ class _Tracked:
 
 @dataclass(slots=True)
 class Link:
-    """A PUSH socket to a peer, and what is known of its connection.
+    """A PUSH socket to a peer, and the state of its connection.
 
     Attributes:
-        socket: Connected, or on its way to be.
-        monitor: Tells of its connection.
-        was_up: Whether it was let in once.
+        socket: Connected or connecting.
+        monitor: Reports the events of its connection.
+        was_up: Whether the peer has accepted it once.
         down_since: When it broke (monotonic), None while it has not.
-        failures: How often nobody answered in a row.
-        broken_off: How often the other end hung up in a row before we were let in.
+        failures: Connection attempts without an answer, in a row.
+        broken_off: Connections that the peer closed before it accepted, in a row.
     """
 
     socket: zmq.Socket[bytes]
@@ -63,9 +63,9 @@ class Link:
 
     @property
     def gone(self) -> bool:
-        """Whether its peer is lost: never there, or there once and then not.
+        """Whether its peer is lost: it never answered, or its connection ended.
 
-        A link that comes up again stays lost: what was on its way when it broke is missing.
+        A link that reconnects stays lost: messages in flight when it broke are missing.
         """
         if self.down_since is None:
             hung_up = self.broken_off >= _GONE_AFTER_BROKEN_OFF
@@ -73,22 +73,23 @@ class Link:
         return time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
 
     def close(self, linger_seconds: float) -> None:
-        """Closes both sockets; sends what is queued for at most `linger_seconds`."""
+        """Send queued messages for at most `linger_seconds`, then close both sockets."""
         if self.down_since is not None or self.failures > 0:
-            linger_seconds = 0.0  # nobody would get it
+            linger_seconds = 0.0  # nobody would receive them
         if not self.socket.closed:
             self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=int(linger_seconds * 1000))
 
     def note(self, event: int) -> None:
-        """Takes in what the monitor saw."""
+        """Handle an event of the monitor."""
         if event & UP:
             self.was_up, self.failures, self.broken_off = True, 0, 0
         elif self.was_up:
             if self.down_since is None:
                 self.down_since = time.monotonic()
-                # Else ZeroMQ would come again by itself, wherever the address leads by then.
+                # Otherwise ZeroMQ would reconnect by itself, to whatever listens at the address by
+                # then.
                 self.socket.disable_monitor()
                 self.socket.close(linger=0)
         elif event & _REFUSED:
@@ -99,7 +100,7 @@ class Link:
             self.failures += 1
 
     def send(self, header: bytes, body: memoryview | None) -> Ticket:
-        """Queues a message; only a large body is not copied."""
+        """Queue a message; only a large body is not copied."""
         if self.down_since is not None:
             return Sent()
         try:
@@ -107,7 +108,7 @@ class Link:
                 self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
                 return Sent()
             self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:  # refused: there is no queue any more
+        except zmq.Again:  # refused: the queue is gone
             self.failures = _GONE_AFTER_FAILURES
             return Sent()
         ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)

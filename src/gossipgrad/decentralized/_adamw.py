@@ -1,4 +1,4 @@
-"""AdamW whose second moment is that of what the ranks have in common."""
+"""AdamW for gossip, with a second moment of the mixed momentum."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -12,22 +12,22 @@ __all__ = ["GossipAdamW"]
 
 
 class GossipAdamW(Optimizer):
-    """AdamW for gossip: its second moment is of the momentum, which partners mix.
+    """AdamW for gossip: computes the second moment from the momentum, which partners mix.
 
     Plain Adam under gossip divides by the second moment of gradients of a rank's own batch, whose
     noise is p times that of the batch of all p ranks: its steps are up to `sqrt(p)` smaller than
-    those of all-reduce at the same learning rate, however well replicas are mixed. This one takes
-    the second moment from the momentum after it was mixed. Use it as
+    those of all-reduce at the same learning rate, however well replicas are mixed. This optimizer
+    computes the second moment from the momentum after it was mixed. Use it as
 
         optimizer = gg.GossipAdamW(model.parameters(), lr=1e-3)
         session = gg.gossip(model, optimizer, mode="sync", payload="weights+momentum")
 
     A learning rate that suits AdamW with all-reduce suits it about as well. It sends twice the
-    bytes of `payload="weights"`; the second moment stays where it is. Without a session it is an
-    AdamW of its own kind. A partner that is late or dead leaves this rank's momentum unmixed in
-    that round; its larger noise then makes steps smaller.
+    bytes of `payload="weights"`; the second moment is not sent. It also works without a session. A
+    partner that is late or dead leaves this rank's momentum unmixed in that round; its larger noise
+    then makes steps smaller.
 
-    In step t, with the momentum m of step t - 1 as its mixing left it:
+    In step t, with the mixed momentum m of step t - 1:
 
         v = beta2 v + (1 - beta2) c(t-1) m^2        (from t = 2)
         m = beta1 m + (1 - beta1) g
@@ -46,14 +46,15 @@ class GossipAdamW(Optimizer):
         ValueError: For a negative `lr`, `eps` or `weight_decay`, or betas not in [0, 1).
 
     References:
-        Wang et al., AdaMomentum, arXiv:2106.11514: squares of the momentum in place of squares of
-        the gradient. Deviations: (1) the momentum that was mixed after a step enters v in the next
-        one, and the present one only u, so that nothing is exchanged within a step; its share keeps
-        a coordinate that is new to this rank from being divided by 0. (2) Of noise that is
-        independent from step to step, the square of m has 1 / c(t) of what the square of g has; c
-        undoes it, so that `lr` means what it does in AdamW where gradients are mostly noise. Where
-        they hardly change, steps are up to `sqrt(c)` smaller, 4.4 for `beta1=0.9`. (3) eps is
-        added to the root alone.
+        Wang et al., AdaMomentum, arXiv:2106.11514: squares of the momentum instead of the gradient.
+        Deviations: (1) the momentum that was mixed after a step enters v in the next step, and the
+        current momentum enters only u, so that nothing is exchanged within a step; this share
+        avoids a division by 0 for a coordinate that is new to this rank. (2) Of noise that is
+        independent from step
+        to step, the square of m has 1 / c(t) of what the square of g has; c compensates for it, so
+        that `lr` has the same effect as in AdamW if gradients are mostly noise. If they hardly
+        change, steps are up to `sqrt(c)` smaller, 4.4 for `beta1=0.9`. (3) eps is added to the root
+        only.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -85,7 +86,7 @@ class GossipAdamW(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step.
+        """Perform one step.
 
         Args:
             closure: Evaluates the model again and returns the loss.
@@ -103,7 +104,7 @@ class GossipAdamW(Optimizer):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse or parameter.is_complex():
-                    raise RuntimeError("GossipAdamW takes dense and real gradients alone")
+                    raise RuntimeError("GossipAdamW supports only dense and real gradients")
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)
@@ -117,7 +118,7 @@ class GossipAdamW(Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], step: int, parameters: list[Tensor]) -> None:
-        """Those of one group that take the same step."""
+        """Update the parameters of one group with the same step count."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         gradients = [p.grad for p in parameters if p.grad is not None]
         momenta = [self.state[p]["exp_avg"] for p in parameters]

@@ -1,4 +1,4 @@
-"""One replica made of the states of several: their mean."""
+"""The mean of the saved states of several replicas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,24 +11,24 @@ __all__ = ["average_states"]
 
 @torch.no_grad()
 def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The consensus of saved replicas, to begin with on any number of ranks; local.
+    """Return the mean of saved replicas, to start with any number of ranks; local.
 
-    Not what any of them would have gone on with, bit for bit: it is their mean, in float64. With
-    `load_replica` it is put into a model and optimizers, before `gossip()` is called.
+    The mean is computed in float64; it does not continue any replica bit for bit. Load it into a
+    model and optimizers with `load_replica`, before `gossip()`.
 
     Args:
-        states: What `GossipSession.state_dict()` or `replica_state` gave, of every rank.
+        states: The result of `GossipSession.state_dict()` or `replica_state`, of every rank.
 
     Returns:
         `"model"`: the mean of the weights and floating buffers, with their residuals;
         others, and extra states of modules, are those of the first. `"optimizers"`: the mean of
-        each floating state of a parameter's shape (momentum, moments), over those that have it;
-        all else, step counters and hyper-parameters among it, is that of the first. Of
-        `gg.SOAP`, `gg.KLShampoo` and `gg.Shampoo` it is the mean of the factors: a mean of bases is
-        none, and what is kept in them is the first one's, too.
+        each floating state of a parameter's shape (momentum, moments), over the states that have
+        it; everything else, including step counters and hyper-parameters, is that of the first. For
+        `gg.SOAP`, `gg.KLShampoo` and `gg.Shampoo` it is the mean of the factors. Bases, and moments
+        in them, are those of the first, since a mean of bases is not a basis.
 
     Raises:
-        ValueError: There are none, or they are of unlike models or optimizers.
+        ValueError: There are none, or their models or optimizers differ.
     """
     if not states:
         raise ValueError("no states: give those of all ranks that were saved")
@@ -60,7 +60,7 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """Of each optimizer its kind, and how many parameters its groups have."""
+    """Return each optimizer's kind, and its groups' numbers of parameters."""
     return [(each["kind"], list(each["sizes"])) for each in state["optimizers"]]
 
 
@@ -93,7 +93,7 @@ def _mean_state(optimizers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _alike(key: str, entries: Sequence[Sequence[Any]]) -> list[Tensor] | None:
-    """What the replicas keep as `key`, if it is something to average; counters are not."""
+    """Return the replicas' tensors of `key`, None if they are not to be averaged (counters)."""
     found = [values[key] for _, values, _ in entries if key in values]
     is_second_order = "cohort" in entries[0][1]
     if is_second_order and key.partition(".")[0] not in ("left", "right"):

@@ -1,4 +1,4 @@
-"""The door in the shape of DistributedDataParallel: a module around the user's module."""
+"""A wrapper module with the interface of DistributedDataParallel."""
 
 import inspect
 from collections import OrderedDict
@@ -23,8 +23,8 @@ _BUCKETS = "give bucket_bytes, in bytes"
 _BUFFERS = "buffers stay each rank's own until model.session.consensus(): leave it out"
 _DEVICES = "the model trains on the device that it is on: leave it out"
 _GRADIENTS = "gradients stay where they are: leave it out"
-_UNUSED = "a parameter without a gradient holds nothing up: leave it out"
-# What stands here in place of a setting of DistributedDataParallel.
+_UNUSED = "a parameter without a gradient blocks nothing: leave it out"
+# Replacements of settings of DistributedDataParallel.
 _INSTEAD = {
     "device_ids": _DEVICES,
     "output_device": _DEVICES,
@@ -50,28 +50,28 @@ _INSTEAD = {
 class GossipDataParallel(nn.Module):
     """Wraps a module like `DistributedDataParallel`, and trains it by gossip.
 
-    `DistributedDataParallel(module)` becomes `GossipDataParallel(module)`, and after the optimizer
-    is made comes one line more: `model.attach(optimizer)`. All else is `gossip()`, which that
-    calls: the same bits, the same guarantees when a partner is late or dead.
+    `DistributedDataParallel(module)` becomes `GossipDataParallel(module)`, and one line follows the
+    creation of the optimizer: `model.attach(optimizer)`, which calls `gossip()`. Results are equal
+    bit for bit, with the same guarantees when a partner is late or dead.
 
     Unlike with `DistributedDataParallel`, names of parameters and keys of `state_dict()` are those
     of the module itself, replicas differ until `model.session.consensus()` shows their average, and
-    the wrapper cannot be pickled or copied: save `model.state_dict()`, copy `model.module`. What
-    walks from module to module by these names takes `model.module` as well: `torch.func`'s
-    `functional_call`, and `get_state_dict` and its kin of `torch.distributed.checkpoint`.
+    the wrapper cannot be pickled or copied: save `model.state_dict()`, copy `model.module`.
+    Functions that traverse modules by these names need `model.module` too: `torch.func`'s
+    `functional_call`, and `get_state_dict` and similar ones of `torch.distributed.checkpoint`.
 
     Args:
         module: The model.
         **settings: As for `gossip()`: `topology`, `mode`, `payload`, `process_group`, ... Leave
-            out `device_ids` and `find_unused_parameters`: the model trains where it is, and a
-            parameter without a gradient holds nothing up.
+            out `device_ids` and `find_unused_parameters`: the model trains on its own device, and a
+            parameter without a gradient blocks nothing.
 
     Attributes:
         module: The model.
 
     Raises:
         TypeError: If `gossip()` has no such setting.
-        ValueError: If no group could have such settings.
+        ValueError: If a setting is invalid for any group.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -100,10 +100,10 @@ class GossipDataParallel(nn.Module):
 
     @property
     def session(self) -> GossipSession:
-        """What `attach` began.
+        """The session of `attach`.
 
         Raises:
-            GossipError: If nothing is attached.
+            GossipError: If no optimizer is attached.
         """
         if self._session is None:
             raise GossipError(
@@ -118,20 +118,20 @@ class GossipDataParallel(nn.Module):
         *,
         scaler: torch.amp.GradScaler | None = None,
     ) -> "GossipDataParallel":
-        """Begins to gossip: from now on every step of the optimizer is a round.
+        """Start gossip: from now on every step of the optimizer is a round.
 
-        A collective. The replicas become that of rank 0, which `DistributedDataParallel` does when
-        it is made.
+        A collective. The replicas become that of rank 0, which `DistributedDataParallel` does in
+        its constructor.
 
         Args:
-            optimizer: The optimizer, or several: a round ends when the last of them has stepped.
+            optimizer: The optimizer, or several: a round ends after the last of them has stepped.
             scaler: The `torch.amp.GradScaler` that steps it, if one does.
 
         Returns:
             The wrapper, for a `with` statement.
 
         Raises:
-            GossipError: If something is attached already, or a rank dies meanwhile.
+            GossipError: If an optimizer is attached already, or a rank dies.
             ValueError, AgreementError: As by `gossip()`.
         """
         if self._session is not None:
@@ -144,10 +144,10 @@ class GossipDataParallel(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass.
+        """Run the module's forward pass.
 
         Raises:
-            GossipError: If it is a training pass and nothing is attached: the rank would train
+            GossipError: If it is a training pass and no optimizer is attached: the rank would train
                 alone.
         """
         if self._session is None and self.training and torch.is_grad_enabled():
@@ -159,20 +159,20 @@ class GossipDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For gradient accumulation, around all but the last backward pass of a step.
+        """Wrap all but the last backward pass of a step, for gradient accumulation.
 
-        Weights travel at `optimizer.step()` anyway; only payloads with gradients need it.
+        Only payloads with gradients need it; weights are sent at `optimizer.step()` in any case.
         """
         return nullcontext() if self._session is None else self._session.no_sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's own state, without a prefix."""
+        """Return the module's own state, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads the module's own state; inside a session, `session.broadcast_()` has to follow.
+        """Load the module's own state; inside a session call `session.broadcast_()` afterwards.
 
-        Keys that all begin with `module.`, as `DistributedDataParallel` saves them, do as well.
+        Also accepts keys that all begin with `module.`, as `DistributedDataParallel` saves them.
         """
         named = {name for name, _ in self.module.named_children()}
         if state_dict and "module" not in named and all(k.startswith(_PREFIX) for k in state_dict):
@@ -182,25 +182,25 @@ class GossipDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own parameters, by their names there."""
+        """Yield the module's own parameters, by their names in it."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The module's own buffers, by their names there."""
+        """Yield the module's own buffers, by their names in it."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The module's own parameter of that name."""
+        """Return the module's own parameter of that name."""
         return self.module.get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
-        """The module's own buffer of that name."""
+        """Return the module's own buffer of that name."""
         return self.module.get_buffer(target)
 
     def close(self) -> None:
-        """Ends the session, if there is one; local. The wrapper is then the plain module."""
+        """Close the session, if there is one; local. The wrapper is then the plain module."""
         if self._session is not None:
             self._session.close()
 
@@ -224,7 +224,7 @@ class GossipDataParallel(nn.Module):
 
 
 def _without_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, with the versions of the modules that `state_dict()` left beside the keys."""
+    """Return a copy without the prefix, with the module versions in its metadata."""
     stripped = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -234,6 +234,6 @@ def _without_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
-    """For a wrapper inside another module, whose `load_state_dict` knows of `module`."""
+    """Add the prefix for a wrapper inside another module, whose `load_state_dict` expects it."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)

@@ -1,4 +1,4 @@
-"""The door: where `None` and strings become settings, and a session begins."""
+"""The function `gossip`: resolves its arguments to settings, and starts a session."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -82,79 +82,80 @@ def gossip(
     heartbeats: Heartbeats | None = _HEARTBEATS,
     start_timeout_seconds: float = 60.0,
 ) -> GossipSession:
-    """Trains `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
+    """Train `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
 
     A collective: all ranks call it, with the same model and settings. The replicas become that of
-    rank 0 (parameters, buffers, optimizer state). The training loop, scheduler, clipping and
-    scaler stay the user's: everything hangs on hooks and comes off at `close()`. With one rank,
-    training is the plain optimizer's, bit for bit.
+    rank 0 (parameters, buffers, optimizer state). The training loop, scheduler, clipping and scaler
+    stay the user's: the session uses hooks, which `close()` removes. With one rank, training is the
+    plain optimizer's, bit for bit.
 
-    A partner that is late holds the step up to a deadline that adapts to its link, after which the
-    step goes on and mixes when the message comes; with `mode="stale"` it holds nothing up at all.
-    A partner that died or left is skipped, and soon the living have a schedule of their own. None
-    of this raises. A rank that hung for so long that the others took it for dead gets an
-    `EvictedError` from its next step.
+    A step waits for a late partner up to a deadline that adapts to its link, then continues, and
+    mixes the part when it arrives; with `mode="stale"` it does not wait at all. A partner that died
+    or left is skipped, and soon the living ranks get a schedule without it. None of this raises. A
+    rank that hung for so long that the others declared it dead gets an `EvictedError` from its next
+    step.
 
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
-        optimizer: The optimizer, or several: a round ends when the last of them has stepped.
+        optimizer: The optimizer, or several: a round ends after the last of them has stepped.
         topology: `"dissemination"`, `"hypercube"`, `"matching"`, `"ring"`, `"complete"`, or a
             schedule from `gossipgrad.topology`; None: `"matching"` in mode stale, which needs
             symmetric pairs, else `"dissemination"`.
-        mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
-            (exchanged and mixed after the update) or `"stale"` (mixed whenever it comes: no step
+        mode: `"overlap"` (a snapshot is sent during the step and mixed at its end), `"sync"`
+            (exchanged and mixed after the update) or `"stale"` (mixed when it arrives: no step
             waits); or a value such as `Stale(max_staleness=4)`.
-        payload: `"weights"`, `"weights+momentum"` (SGD's momentum or that of `GossipAdamW`, too),
-            `"weights+state"` (all moments), or, for study, `"gradients"` and
-            `"gradients+weights"`.
+        payload: `"weights"`, `"weights+momentum"` (also the momentum of SGD or `GossipAdamW`),
+            `"weights+state"` (all moments), or, for study, `"gradients"` and `"gradients+weights"`.
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
             `ceil(log2(world_size))`; None for never, and in mode stale.
-        exchanges: How many partners a step meets, one after the other, in mode sync. Two come
-            close to all-reduce's accuracy, at twice the bytes; only the last one hides.
-        local_steps: Steps that each rank makes alone between two exchanges. What they have changed
-            is one step of the outer optimizer, whose weights are then mixed with the partner's:
-            Factored Gossip DiLoCo. On a complete average it is DiLoCo. None: none, see `every`.
-        outer: The optimizer at the end of these, by default `gg.Nesterov(lr=0.7, momentum=0.9)`.
-        update: `"in-backward"`, in mode sync: during backward each bucket is stepped as soon as
-            its gradients are there, which are `None` from then on, and sent. Backward hides the
-            exchange then, too. For loops that neither clip nor scale gradients, nor read them;
-            learning rates are set before backward. Other backward passes of a step (accumulation)
-            go inside `session.no_sync()`. `optimizer.step` and its hooks run once a bucket, so
-            optimizers that keep numbers in their `param_groups` (ScheduleFree, Prodigy) are
-            refused. The weights are those of `"in-step"`, bit for bit, if no partner is late.
-        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
-            becomes the session's own, and closes with it.
-        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
-            inside a replica, the axis between replicas: each rank mixes its shards with those of
-            the same place in its partner's replica, and distances are of these shards alone.
-        wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
-            The mean over ranks is kept all the same.
+        exchanges: Number of partners per step, one after the other, in mode sync. Two nearly reach
+            all-reduce's accuracy, at twice the bytes; only the last exchange is hidden.
+        local_steps: Steps that each rank makes alone between two exchanges. Their total change is
+            one step of the outer optimizer, whose weights are then mixed with the partner's:
+            Factored Gossip DiLoCo. With a complete average it is DiLoCo. None: no outer optimizer,
+            see `every`.
+        outer: The optimizer at the end of the local steps, by default `gg.Nesterov(lr=0.7,
+            momentum=0.9)`.
+        update: `"in-backward"`, in mode sync: during backward each bucket is stepped and sent as
+            soon as its gradients are ready, which are then set to `None`. So backward also hides
+            the exchange. For loops that do not clip, scale or read gradients; learning rates are
+            set before backward. Other backward passes of a step (accumulation) go inside
+            `session.no_sync()`. `optimizer.step` and its hooks run once a bucket, so optimizers
+            that keep numbers in their `param_groups` (ScheduleFree, Prodigy) are refused. The
+            weights are those of `"in-step"`, bit for bit, if no partner is late.
+        process_group: The ranks that take part; by default all. Nothing is sent on it. The session
+            owns a `gg.Group` passed here, and closes it.
+        mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`. With FSDP2
+            inside a replica, the axis between replicas: each rank mixes its shards with the same
+            shards of its partner's replica, and distances are of these shards only.
+        wire_dtype: Type on the wire, for example `torch.bfloat16` to halve the bytes. The mean over
+            ranks is still kept.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
-            coordinates, the same on all ranks, and others in the next. Or such as
+            coordinates, the same on all ranks, and others in the next round. Also as text,
             `"shared-mask:0.1"`. With `payload="weights"`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
-        seed: Of the rotation of partners, and of a shared mask.
+        seed: Seed of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message.
         transport: `"zeromq"`, or a function from the session's group to a transport.
-        encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous), with
-            the secret in the file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs
-            processor time. None: if a file is named.
+        encrypt: Encrypt the links (not collectives, nor the rendezvous), with the secret in the
+            file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs processor time. None:
+            if a file is named.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
-        heartbeats: How ranks see that others are lost and go on among those that live; None: all
-            ranks stay members for good, and without one there is no average of all any more.
-        start_timeout_seconds: How long ranks wait for each other in here; the error names those
-            that did not come.
+        heartbeats: How ranks detect lost ranks and continue with the living ones; None: all ranks
+            stay members, and after a death no average of all is possible.
+        start_timeout_seconds: How long this call waits for the other ranks; the error names missing
+            ranks.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be; if a parameter is in another session, or
+        ValueError: For invalid settings; if a parameter is in another session, or
             DistributedDataParallel averages its gradients; or if no parameter of the optimizer is
             one of the model's.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
-        GossipError: If a rank dies meanwhile, or does not come in time; it is named.
+        GossipError: If a rank dies, or is missing after the timeout; it is named.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -243,7 +244,7 @@ def resolve_settings(
     seed: int,
     bucket_bytes: int,
 ) -> GossipSettings:
-    """The settings of a run that begins with `world_size` ranks; warns of what has no effect.
+    """Return the settings of a run that starts with `world_size` ranks; warn of unused ones.
 
     `check_settings` must have passed them.
     """
@@ -299,7 +300,7 @@ def check_settings(
     mesh: object = None,
     **_others: object,
 ) -> None:
-    """Refuses settings of `gossip()` that no group could have, before there is one; local.
+    """Refuse settings of `gossip()` that are invalid for any group, before it exists; local.
 
     Raises:
         ValueError: For the first of them.
@@ -330,7 +331,7 @@ def check_settings(
         check_stale(
             resolved_mode,
             average_every=average_every,
-            symmetric=by_name(topology, 4).symmetric,  # any is, of one or two ranks
+            symmetric=by_name(topology, 4).symmetric,  # any schedule of one or two ranks is
             topology=repr(topology),
         )
     elif isinstance(topology, Schedule):
@@ -350,7 +351,7 @@ def check_settings(
 
 
 def _named(topology: Any, mode: Mode) -> Any:
-    """The topology asked for, or the mode's own."""
+    """Return the given topology, or the mode's default."""
     if topology is not None:
         return topology
     return "matching" if isinstance(mode, Stale) else "dissemination"
@@ -359,7 +360,7 @@ def _named(topology: Any, mode: Mode) -> Any:
 def _resolve_schedule(
     topology: str | Schedule, world_size: int, seed: int, *, seeds_all: bool
 ) -> Schedule:
-    """The schedule; warns of a seed that does nothing, if what rotates is `seeds_all`."""
+    """Return the schedule; warn of a seed without effect, if it `seeds_all`."""
     unused = seeds_all and seed != 0
     if isinstance(topology, str):
         if topology == "ring" and unused:

@@ -1,4 +1,4 @@
-"""Joining a run that others have begun, with the replica of one of them."""
+"""The function `join`: join a running run with the replica of a member."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -57,29 +57,29 @@ def join(
     heartbeats: Heartbeats = _HEARTBEATS,
     timeout_seconds: float = 300.0,
 ) -> GossipSession:
-    """Joins a run of `gossip()` that others have begun, as one more rank; local to this one.
+    """Join a running `gossip()` run as one more rank; local to this one.
 
-    Build the same model and optimizer as the other ranks, and give the settings that they gave to
-    `gossip()`. Another model or other settings are refused by name before anything is loaded.
+    Build the same model and optimizer as the other ranks, and pass the settings that they passed to
+    `gossip()`. A different model or setting is refused by name before anything is loaded.
 
-    One of the members, the donor, copies its replica between two of its steps and sends it in the
-    background; nobody else is held up, and no process group is needed here. What it sends replaces
-    the model's parameters and buffers, and the optimizer's state and hyper-parameters. Then this
-    rank becomes a member, and the others connect to it when they first need it.
+    One member, the donor, copies its replica between two of its steps and sends it in the
+    background; no other rank waits, and no process group is needed here. The replica replaces the
+    model's parameters and buffers, and the optimizer's state and hyper-parameters. Then this rank
+    becomes a member, and the others connect to it when they first need it.
 
-    From then on collectives wait for it as for any member, so have data and all else ready before.
-    In rounds nobody waits for it until it has made a step, which is its own; it then goes on at the
-    round that the others are at.
+    From then on collectives wait for it as for any member, so prepare data and everything else
+    before. Rounds do not wait for it until it has made its first step, which is local; it then
+    continues in the others' round.
 
-    If the donor dies or fails, or joining fails otherwise, nothing in the run has changed, and it
-    can be tried again.
+    If the donor dies or fails, or joining fails otherwise, nothing in the run has changed, and
+    joining can be retried.
 
     Args:
         model: As the other ranks built it, on any device; its weights are overwritten, and it
             becomes as narrow as theirs if they have shrunk since.
         optimizer: The optimizer, or several, as on the other ranks.
-        address: What `GossipSession.join_address` returned on one of them.
-        topology: As in `gossip()`, like all settings that follow.
+        address: The result of `GossipSession.join_address` on one of them.
+        topology: As in `gossip()`.
         mode: As in `gossip()`.
         payload: As in `gossip()`.
         every: As in `gossip()`.
@@ -96,19 +96,17 @@ def join(
         encrypt: As in `gossip()`.
         recorder: Gets spans of time.
         heartbeats: As in `gossip()`.
-        timeout_seconds: How long it may take until a member begins to send its replica.
+        timeout_seconds: How long to wait until a member starts to send its replica.
 
     Returns:
-        The session. Its `rank` is a number that nobody had before, `joined_with` what the donor's
-        loop carried, and `position` goes on where the others are.
+        The session. Its `rank` is a number that no rank had before, `joined_with` is the donor's
+        `carry`, and `position` continues at the others' position.
 
     Raises:
-        ValueError: The address is none; the model, the optimizer or the settings are others than
-            the run's; a parameter is in another session; or this host cannot be reached by
-            the others.
-        AgreementError: This rank has another secret than the run, or only one of both encrypts.
-        GossipError: The run is over, no member sends its replica in time, or the one that does
-            fails in the middle.
+        ValueError: The address is invalid; the model, the optimizer or the settings differ from the
+            run's; a parameter is in another session; or the others cannot reach this host.
+        AgreementError: This rank's secret differs from the run's, or only one of both encrypts.
+        GossipError: The run is over, no member sends its replica in time, or the donor fails.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -116,7 +114,7 @@ def join(
         >>> gg.join(model, torch.optim.SGD(model.parameters()), "run 7")
         Traceback (most recent call last):
             ...
-        ValueError: 'run 7' is no address of a run: give what session.join_address() returned
+        ValueError: 'run 7' is no address of a run: pass the result of session.join_address()
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="join")
@@ -138,7 +136,7 @@ def join(
     check_settings(**chosen, scaler=scaler, encrypt=encrypt, heartbeats=heartbeats)
     if heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
-    early = Claim("join")  # before anything is loaded; the session takes its own
+    early = Claim("join")  # before anything is loaded; the session makes its own claim
     early.take(trained_parameters(model, optimizers))
     early.release()
     made = Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds)
@@ -149,7 +147,9 @@ def join(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
         )
         replica, arrival = joiner.fetch()
-        narrow(model, {name: list(t.shape) for name, t in replica["model"].items()})  # once more
+        narrow(
+            model, {name: list(t.shape) for name, t in replica["model"].items()}
+        )  # it may have shrunk since
         if (why := misfit(model, optimizers, replica)) is not None:
             raise ValueError(f"the replica of rank {arrival.donor} does not fit: {why}")
         load_replica(model, optimizers, replica)

@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer: what a period of them has changed is one outer step."""
+"""Local steps with an outer optimizer: the change of a period is one outer step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ __all__ = ["Nesterov", "OuterOptimizer"]
 class Nesterov:
     """The outer optimizer of `gossip(local_steps=...)`: SGD with Nesterov momentum, as in DiLoCo.
 
-    With `y` the outer weights, from which a period of local steps began, and `x` where it ended:
-    `d = y - x`, `m = momentum * m + d`, `y = y - lr * (d + momentum * m)`.
+    With `y` the outer weights at the beginning of a period of local steps, and `x` the weights at
+    its end: `d = y - x`, `m = momentum * m + d`, `y = y - lr * (d + momentum * m)`.
 
     Attributes:
-        lr: Above 0. 1 without momentum takes the local steps as they are.
+        lr: Above 0. 1 without momentum keeps the local steps unchanged.
         momentum: From 0 to below 1.
     """
 
@@ -41,16 +41,16 @@ class Nesterov:
 
 
 class OuterOptimizer:
-    """Takes the outer steps of one session; local.
+    """Makes the outer steps of one session; local.
 
-    The outer weights are the `anchor` of each bucket, so that what is mixed within a period moves
-    them as it moves the local weights: only local steps are in the pseudo-gradient.
+    The outer weights are the `anchor` of each bucket, so that mixing within a period changes them
+    by the same amount as the local weights: the pseudo-gradient contains only local steps.
 
     Args:
         settings: Learning rate and momentum.
 
     Attributes:
-        momentum: A flat tensor a bucket; empty before the first step.
+        momentum: One flat tensor per bucket; empty before the first step.
     """
 
     def __init__(self, settings: Nesterov) -> None:
@@ -58,19 +58,19 @@ class OuterOptimizer:
         self._lr, self._beta = settings.lr, settings.momentum
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Begins a period from the weights as they are, unless one has begun."""
+        """Begin a period from the current weights, unless one has begun."""
         for bucket in buckets:
             if bucket.anchor is None:
                 bucket.anchor = bucket.total()
 
     @torch.no_grad()
     def step(self, buckets: Sequence[Bucket]) -> None:
-        """Ends a period: the weights become the outer weights after one step."""
+        """End a period: set the weights to the outer weights after one step."""
         if self._beta and not self.momentum:
             self.momentum = [torch.zeros_like(bucket.total()) for bucket in buckets]
         for place, bucket in enumerate(buckets):
             x, y, bucket.anchor = bucket.total(), bucket.anchor, None
-            assert y is not None  # `begin` comes before every step
+            assert y is not None  # `begin` precedes every step
             d = y.sub_(x)
             # y - lr (d + beta m), written from x: with lr 1 and no momentum it is x, bit for bit.
             x.add_(d, alpha=1.0 - self._lr)
@@ -80,7 +80,7 @@ class OuterOptimizer:
             bucket.load(x)
 
     def reset(self) -> None:
-        """Forgets the momentum, where all replicas begin anew."""
+        """Clear the momentum, when all replicas start again."""
         self.momentum = []
 
     @property
@@ -89,14 +89,14 @@ class OuterOptimizer:
         return sum(m.nbytes for m in self.momentum)
 
     def state_dict(self, buckets: Sequence[Bucket]) -> dict[str, Any]:
-        """Momentum, and the outer weights of a period that has begun, in host memory."""
+        """Return momentum and the outer weights of the current period, in host memory."""
         return {
             "momentum": [m.to("cpu", copy=True) for m in self.momentum],
             "weights": [b.anchor.to("cpu", copy=True) for b in buckets if b.anchor is not None],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         momentum, weights = state["momentum"], state["weights"]
         self.momentum = [m.to(buckets[i].device, copy=True) for i, m in enumerate(momentum)]
         for i, bucket in enumerate(buckets):

@@ -7,10 +7,10 @@ not for training.
 Letters
     p            world size; r, s: ranks; t: number of the round, counted from 0
     w_r, g_r     parameters and gradient of replica r; dw_r: its optimizer's update
-    q(.)         what the wire carries: a copy, cast to the wire dtype if one is given
+    q(.)         the message: a copy, cast to the wire dtype if one is given
     x_r, y_r     what r sent in this round, and what it received: y_r = x_s
-    a            how much of the difference r takes; 1/2 unless the schedule says otherwise
-    e_r          what the parameters' own dtype could not hold, in fp32
+    a            the weight of the difference; 1/2 unless the schedule says otherwise
+    e_r          the rounding error of the parameters' own dtype, in fp32
 
 Rules. The comments in the code name the rule that a line implements.
     R1  Partners. In round t rank r sends to one rank and receives from one rank, both given by
@@ -105,19 +105,18 @@ class Reference:
     exchange of gradients, the local updates, the mixing and the periodic average.
 
     Args:
-        models: One replica a rank, of equal parameters in shape and dtype. They may start apart.
+        models: One replica per rank, with parameters of equal shapes and dtypes. Values may differ.
         optimizers: The optimizer of each replica, over that replica's parameters.
-        schedule: Who meets whom in round t, and with what weight.
-        mode: "sync" (R3), "overlap" (R4) or "lagged" (R5). Gradients have only one moment to
-            travel, between backward and update, so payloads with gradients take the first two
-            for the same thing.
+        schedule: The partners in round t, and the weight.
+        mode: "sync" (R3), "overlap" (R4) or "lagged" (R5). Gradients can be exchanged only between
+            backward and update, so payloads with gradients treat the first two alike.
         payload: "weights", "weights+momentum" or "weights+state" (R7), "gradients" or
             "gradients+weights" (R8).
-        every: Steps in a round (R2). Gradients are exchanged in the last of them.
+        every: Steps in a round (R2). Gradients are exchanged in the last step.
         state_every: Rounds from one exchange of the optimizer's state to the next (R7).
         average_every: Steps between exact averages (R9), "log_p" for `ceil(log2 p)`, or None.
         exchanges: Rounds in a step of mode "sync" (R10).
-        wire_dtype: The dtype that travels; None sends each tensor in its own.
+        wire_dtype: The dtype on the wire; None sends each tensor in its own.
 
     Raises:
         ValueError: For settings outside these, or replicas that do not match.
@@ -204,7 +203,7 @@ class Reference:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of every rank: gradients meet, optimizers step, weights meet, averages."""
+        """Make one step of every rank: exchange gradients, update, exchange weights, average."""
         opens = self.steps % self.every == 0  # R2
         closes = (self.steps + 1) % self.every == 0
         gradients = self.payload.startswith("gradients")
@@ -249,10 +248,10 @@ class Reference:
 
     @torch.no_grad()
     def invariant(self) -> list[Float64[Tensor, "..."]]:
-        """What gossip keeps: the sum over ranks of w + e and of the differences outstanding.
+        """Return the invariant: the sum over ranks of w + e and outstanding differences.
 
         Returns:
-            One fp64 tensor a parameter, of its shape.
+            One fp64 tensor per parameter, of its shape.
         """
         total = [torch.zeros_like(w, dtype=torch.float64) for w in self.w[0]]
         for r in range(self.p):
@@ -266,7 +265,7 @@ class Reference:
         return total
 
     def consensus(self) -> list[Float64[Tensor, "..."]]:
-        """The mean over ranks of w + e and of the differences outstanding, in fp64."""
+        """Return the mean over ranks of w + e and of outstanding differences, in fp64."""
         return [total / self.p for total in self.invariant()]
 
     @torch.no_grad()
@@ -282,7 +281,7 @@ class Reference:
             optimizer.step()
 
     def _values(self, r: int) -> Values:
-        """The live tensors that rank r mixes in round t."""
+        """Return the live tensors that rank r mixes in round t."""
         values: Values = {(i, "w"): w for i, w in enumerate(self.w[r])}
         travels = self.payload in ("weights+momentum", "weights+state")
         if travels and self.rounds % self.state_every == 0:  # R7
@@ -290,7 +289,7 @@ class Reference:
         return values
 
     def _state(self, r: int) -> Values:
-        """State of rank r that travels: floating point, of the parameter's shape, no `step`."""
+        """Return the state to exchange: floating point, of the parameter's shape, no `step`."""
         return {
             (i, key): v
             for i, w in enumerate(self.w[r])
@@ -322,7 +321,7 @@ class Reference:
         return v.to(self.wire_dtype or v.dtype, copy=True)
 
     def _difference(self, exchange: Exchange, key: tuple[int, str], v: Tensor) -> Tensor:
-        """Give y - x, or y - w (R5), in fp32 or wider; what was not sent is zeros (deviation 8)."""
+        """Return y - x, or y - w (R5), in fp32 or wider; missing: zeros (deviation 8)."""
         wide = torch.promote_types(v.dtype, torch.float32)
         zeros = torch.zeros_like(v)
         y = exchange.y.get(key, zeros)
@@ -330,11 +329,11 @@ class Reference:
         return y.to(wide) - x.to(wide)
 
     def _count_in(self, total: Tensor, exchange: Exchange, i: int, w: Tensor) -> None:
-        """Adds to a sum what an exchange is about to bring to w, parameter i."""
+        """Add an exchange's outstanding difference of w, parameter i, to a sum."""
         total += exchange.a * self._difference(exchange, (i, "w"), w).double()
 
     def _settle(self) -> None:
-        """Apply what is outstanding: v_r <- v_r + a (y_r - x_r) for all tensors of the round."""
+        """Apply outstanding differences, v_r <- v_r + a (y_r - x_r), to all tensors."""
         for r, exchange in enumerate(self.outstanding):
             if exchange is None:
                 continue
@@ -359,12 +358,12 @@ class Reference:
 
 
 def residual(w: Tensor) -> Float[Tensor, "..."] | None:
-    """R6: zeros in fp32 for a parameter narrower than that, else nothing."""
+    """Return fp32 zeros for a parameter narrower than that, else None (R6)."""
     return torch.zeros_like(w, dtype=torch.float32) if w.dtype.itemsize < 4 else None
 
 
 def add(v: Tensor, difference: Tensor, a: float, e: Tensor | None) -> None:
-    """Do v <- v + a difference, in fp32 where v is narrower; the rounding goes to e (R6)."""
+    """Compute v <- v + a difference, at least in fp32; e gets the rounding error (R6)."""
     if v.dtype.itemsize >= 4:
         v.add_(difference, alpha=a)
         return
@@ -374,7 +373,7 @@ def add(v: Tensor, difference: Tensor, a: float, e: Tensor | None) -> None:
 
 
 def replace(v: Tensor, t: Tensor, e: Tensor | None) -> None:
-    """Do v <- t in v's dtype, e <- what that rounded away (R6)."""
+    """Set v <- t in v's dtype, e <- the rounding error (R6)."""
     v.copy_(t)
     if e is not None:
         e.copy_(t - v.float())

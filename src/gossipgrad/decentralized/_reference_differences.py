@@ -4,9 +4,9 @@ It is for study: sessions do not do this, and compress with `gg.SharedMask`. The
 w_r, a, q and e_r are those of `_reference`.
 
 Letters
-    h_rs         what s knows of r, the paper's x-hat_r: r has it, too; a copy a link
-    top_k(v)     v where its magnitude is among the k largest, and 0 elsewhere; of equal ones the
-                 first are taken
+    h_rs         s's estimate of r, the paper's x-hat_r; r knows it; one copy per link
+    top_k(v)     v where its magnitude is among the k largest, and 0 elsewhere; of equal
+                 ones the first
     gamma        the consensus step size
 
 Rules. The comments in the code name the rule that a line implements. R1, R2, R6 and R9 are those of
@@ -44,19 +44,19 @@ from gossipgrad.topology import Schedule
 
 
 class DifferenceReference(Reference):
-    """CHOCO-SGD with one partner a round, on p replicas in one process; used like `Reference`.
+    """CHOCO-SGD with one partner per round, on p replicas in one process; used like `Reference`.
 
     Args:
         models: As of `Reference`.
         optimizers: As of `Reference`.
-        schedule: Of symmetric pairs.
+        schedule: A schedule of symmetric pairs.
         density: k / n of a message.
         gamma: The consensus step size.
         groups: Numbers of the parameters of each message; None: all in one.
         mode: "sync" or "overlap".
         every: As of `Reference`.
         average_every: As of `Reference`.
-        wire_dtype: What differences travel as; None: the parameters' own.
+        wire_dtype: Type of differences on the wire; None: the parameters' own.
 
     Raises:
         ValueError: For settings outside these, or replicas that do not match.
@@ -104,7 +104,7 @@ class DifferenceReference(Reference):
 
     @torch.no_grad()
     def _begin_links(self) -> None:
-        """K1, for all who ever meet."""
+        """Apply K1 for all pairs of the schedule."""
         for t in range(self.schedule.period):
             for r in range(self.p):
                 s = self.schedule.peers(t, r).send_to
@@ -112,7 +112,7 @@ class DifferenceReference(Reference):
                     self.h[r, s] = [self._total(r, g) for g in range(len(self.groups))]
 
     def _exchange(self, values: list[Values]) -> list[Exchange | None]:
-        """K2: every rank sends its partner the largest differences to what that knows of it."""
+        """Apply K2: every rank sends the largest differences to its partner's estimate."""
         t = self.rounds
         self.met = [self.schedule.peers(t, r).recv_from for r in range(self.p)]  # R1
         x = [{} if s is None else self._largest(r, s) for r, s in enumerate(self.met)]
@@ -145,7 +145,7 @@ class DifferenceReference(Reference):
         self.outstanding = [None] * self.p
 
     def _total(self, r: int, g: int) -> Float[Tensor, " n"]:
-        """A copy of w_r + e_r of a message's parameters."""
+        """Return a copy of w_r + e_r of a message's parameters."""
         pairs = [(self.w[r][i].detach(), self.e[r][i]) for i in self.groups[g]]
         return torch.cat([(w.clone() if e is None else w.float() + e).flatten() for w, e in pairs])
 

@@ -18,10 +18,10 @@ Rules. The comments in the code name the rule that a line implements.
     L3  sync. Then w <- W_t w: the new outer weights are mixed, and so in one message the outer
         weights and pseudo-gradients of both. (GASLoC: u - alpha Lambda u of u = theta + eta g;
         adapt-then-combine.)
-    L4  overlap. w <- w + (W_t - I) y in place of L3: what is mixed are the outer weights with which
-        the period began, which have travelled meanwhile. (Factored Gossip DiLoCo's mixing that does
+    L4  overlap. w <- w + (W_t - I) y in place of L3: the outer weights from the beginning of the
+        period are mixed; they were sent during it. (Factored Gossip DiLoCo's mixing that does
         not block: it starts from the newest outer step, and no gradient is stale.)
-    L5  What is mixed within a period (R9) moves y_r as it moves w_r: d_r is of local steps alone.
+    L5  Mixing within a period (R9) changes y_r as it changes w_r: d_r contains only local steps.
 
 The rules are linear in d, m and y. So in both modes the means over ranks follow DiLoCo's recursion
 for the mean pseudo-gradient, and where W_t is the exact average the replicas are DiLoCo's.

@@ -8,13 +8,13 @@ Letters
 
 Rules. The comments in the code name the rule that a line implements. R1, R2, R6 and R9 are those of
 `_reference`.
-    M1  sync and overlap. Sent is x_r = q(w_r)[C_t], and y_r = x_s comes. Mixed, as late as it may
-        be, is w_r[C_t] <- w_r[C_t] + a (y_r - x_r): nothing else of w_r changes.
-    M2  Low-precision parameters: the residual e_r, too, takes part in C_t alone.
+    M1  sync and overlap. r sends x_r = q(w_r)[C_t] and receives y_r = x_s. It mixes, however late,
+        w_r[C_t] <- w_r[C_t] + a (y_r - x_r): nothing else of w_r changes.
+    M2  Low-precision parameters: the residual e_r also takes part only in C_t.
 
 For each coordinate this is plain gossip in those rounds that choose it, a share `density` of all.
-So the mean over ranks is kept under any schedule, and a round takes away `density` times as much of
-the squared distance between replicas as one of all weights.
+So the mean over ranks is kept under any schedule, and a round reduces the squared distance between
+replicas `density` times as much as a round of all weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class MaskedReference(Reference):
         models: As of `Reference`.
         optimizers: As of `Reference`.
         schedule: As of `Reference`.
-        coordinates: C_t(i), of the round and the number of the parameter, rising.
+        coordinates: C_t(i), by round and number of the parameter, ascending.
         mode: "sync" or "overlap".
         every: As of `Reference`.
         average_every: As of `Reference`.
@@ -102,5 +102,5 @@ class MaskedReference(Reference):
 
 
 def at(v: Float[Tensor, "..."], c: Int64[Tensor, " chosen"]) -> Float[Tensor, " chosen"]:
-    """A copy of v[C]."""
+    """Return a copy of v[C]."""
     return v.detach().reshape(-1)[c]

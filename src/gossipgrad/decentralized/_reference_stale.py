@@ -2,23 +2,23 @@ r"""Mode stale beside the design: p replicas in one process, and a network with 
 
 Letters are those of `_reference`; in addition
     d            max_staleness
-    t_r          the round that rank r goes to next
-    h_r          the highest round that r has heard of, from anyone
-    X_r          what r has sent and not seen answered: of each round t, partner s and snapshot x
+    t_r          the next round of rank r
+    h_r          the highest round that r has received, from any rank
+    X_r          r's unanswered messages: of each round t, partner s and snapshot x
 
 Rules
     R10 Rounds. After a step t_r <- max(own + 1, h_r); the rounds between are void.
-    R11 Void. A rank voids a round only before it sends its part, and tells the partner. It does so
-        if its partner was notified of void already, if |X_r| = d + 1, or if a round of the same
-        partner has been in X_r for more than d of r's own rounds.
-    R12 Exchange. x_r = q(w_r) is sent and put into X_r. When y_s of the same round is there,
-        now or however late: w_r <- w_r + a (y_s - x_r), once, and the round leaves X_r. When the
+    R11 Void. A rank voids a round only before it sends its part, and notifies the partner. It does
+        so if the partner has voided it already, if |X_r| = d + 1, or if a round of the same partner
+        has been in X_r for more than d of r's own rounds.
+    R12 Exchange. x_r = q(w_r) is sent and put into X_r. When y_s of the same round
+        arrives, however late: w_r <- w_r + a (y_s - x_r), once, and the round leaves X_r. When the
         partner voids the round, it leaves X_r and nothing is mixed.
-    R13 Links. Messages of one rank to another arrive in order, of rising rounds: what r awaits of
-        an earlier round than that of a message that arrives is void.
+    R13 Links. Messages of one rank to another arrive in order, of rising rounds: when a
+        message arrives, every earlier round that r still awaits is void.
     R14 Weight. a = min(1/2, 0.65 sin(pi / (4 d + 2))), whatever the delay, so that both ends take
         the same; of a matrix at most that.
-So the sum over ranks of w, with what one end has still to mix, is that of the local updates.
+So the sum over ranks of w plus the differences still to be mixed is that of the local updates.
 """
 
 import math
@@ -37,7 +37,7 @@ __all__ = ["StaleReference"]
 
 @dataclass(frozen=True)
 class Message:
-    """A part, or with `x` None the word that the round is void."""
+    """A part, or with `x` None a notice that the round is void."""
 
     t: int
     x: Values | None
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass
 class Rank:
-    """What one rank knows."""
+    """The state of one rank."""
 
     t: int = 0
     h: int = -1
@@ -67,18 +67,18 @@ class Rank:
 
 
 class StaleReference:
-    """Stale gossip on p replicas in one process, each stepped on its own.
+    """Stale gossip on p replicas in one process, which step independently.
 
-    Set `.grad` on a replica and call `step(r)`; what it sends waits on its link until `deliver`.
+    Set `.grad` on a replica and call `step(r)`; its message waits on its link until `deliver`.
 
     Args:
-        models: One replica a rank, equal at the start.
+        models: One replica per rank, equal at the start.
         optimizers: The optimizer of each.
-        schedule: Symmetric pairs.
+        schedule: A schedule of symmetric pairs.
         max_staleness: d.
         payload: "weights" or "weights+state" (R7).
         state_every: Rounds from one exchange of the optimizer's state to the next.
-        wire_dtype: The dtype that travels; None sends each tensor in its own.
+        wire_dtype: The dtype on the wire; None sends each tensor in its own.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ class StaleReference:
 
     @torch.no_grad()
     def step(self, r: int) -> None:
-        """One step of rank r: its update, what has come, its next round."""
+        """Make one step of rank r: its update, received messages, its next round."""
         self.optimizers[r].step()  # w_r <- w_r + dw_r
         self._read(r)
         self._mix(r)
@@ -138,12 +138,12 @@ class StaleReference:
         self._open(r)
 
     def deliver(self, s: int, r: int) -> None:
-        """Brings everything that s has sent to r into r's inbox, which r reads in its next step."""
+        """Move all messages from s to r into r's inbox, which r reads in its next step."""
         self.ranks[r].inbox += [(s, message) for message in self.links.pop((s, r), [])]
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Brings everything everywhere, and lets every rank mix it."""
+        """Deliver all messages, and let every rank mix them."""
         for s, r in list(self.links):
             self.deliver(s, r)
         for r in range(len(self.ranks)):
@@ -166,7 +166,7 @@ class StaleReference:
         rank.inbox = []
 
     def _mix(self, r: int) -> None:
-        """R12: w_r <- w_r + a (y_s - x_r) for whatever is complete."""
+        """Apply R12, w_r <- w_r + a (y_s - x_r), to complete exchanges."""
         rank = self.ranks[r]
         for t, sent in sorted(rank.sent.items()):
             if sent.y is None:
@@ -207,7 +207,7 @@ class StaleReference:
             self.links[r, s].append(Message(t, None))
 
     def _values(self, r: int, t: int) -> Values:
-        """The live tensors that rank r mixes in round t."""
+        """Return the live tensors that rank r mixes in round t."""
         values: Values = {(i, "w"): w for i, w in enumerate(self.w[r])}
         if self.payload == "weights+state" and t % self.state_every == 0:  # R7
             values |= {

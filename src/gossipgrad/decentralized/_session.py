@@ -39,14 +39,14 @@ Closure = Callable[[], Any]
 
 
 class GossipSession(Session):
-    """What `gossip()` and `join()` return: mixes replicas behind the user's own training loop.
+    """The session that `gossip()` and `join()` return; mixes replicas in the user's own loop.
 
     Use it as a context manager or call `close()`. Leaving the context by an exception closes
     without waiting.
 
-    With local steps, all that it does in the middle of a period (`consensus()`, `average_()`,
-    `state_dict()`) is of the local weights, so that no step is lost; at the end of one these are
-    the outer weights. `broadcast_()` begins a period, with an outer momentum of zero.
+    With local steps, calls in the middle of a period (`consensus()`, `average_()`, `state_dict()`)
+    use the local weights, so that no step is lost; at the end of a period these are the outer
+    weights. `broadcast_()` begins a period, with an outer momentum of zero.
     """
 
     def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
@@ -69,7 +69,7 @@ class GossipSession(Session):
         super().apply_(surgery)
 
     def stats(self) -> Stats:
-        """What this rank has done so far; no communication."""
+        """Return this rank's counters; no communication."""
         stats = super().stats()
         if self._outer is None:
             return stats
@@ -79,14 +79,14 @@ class GossipSession(Session):
 
     @torch.no_grad()
     def _make_flows(self) -> list[Flow]:
-        """Weights, then optimizer state and gradients where the payload has them.
+        """Create flows of weights, then optimizer state and gradients if the payload has them.
 
-        Weights that do not travel are there all the same, for averages.
+        Weights always have a flow, for averages.
 
         Raises:
-            ValueError: If something that travels is complex, sparse or of a type without average,
-                or Adam's first moment would travel without its second.
-            GossipError: If it cannot be found out what state an optimizer keeps.
+            ValueError: If a tensor to send is complex, sparse or of a type without average, or
+                Adam's first moment would be sent without its second.
+            GossipError: If an optimizer's state cannot be determined.
         """
         of, replica = self.settings, self.replica
         assert isinstance(of, GossipSettings)
@@ -132,7 +132,7 @@ class GossipSession(Session):
 
     @property
     def _buckets(self) -> list[Bucket]:
-        """Of the weights."""
+        """Return the buckets of the weights."""
         return [bucket for flow in self._weights for bucket in flow.buckets]
 
     def _begin(self) -> None:
@@ -143,7 +143,7 @@ class GossipSession(Session):
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         closure = super()._before_step(optimizer, closure)
         if self._outer is not None:
-            self._outer.begin(self._buckets)  # all of the last round is mixed by now
+            self._outer.begin(self._buckets)  # the last round is fully mixed by now
         return closure
 
     def _after_update(self) -> None:

@@ -1,4 +1,4 @@
-"""What the user of gossip chooses: payload, compression, and the rest, as values."""
+"""The settings of gossip: payload, compression, and others."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Weights alone: half of ring all-reduce's bytes. The default."""
+    """Weights only: half of ring all-reduce's bytes. The default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class WeightsAndState:
 
     Attributes:
         every: Rounds from one exchange of state to the next.
-        only: Names of the state that travels, as the optimizer calls it; None: all.
+        only: Names of the optimizer state to exchange; None: all.
     """
 
     every: int = 1
@@ -57,7 +57,7 @@ class WeightsAndState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """Gradients alone, each bucket as backward finishes it: for study, replicas drift apart."""
+    """Gradients only, each bucket as backward finishes it: for study, replicas drift apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +78,13 @@ _PAYLOADS: dict[str, Payload] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GossipSettings(RoundSettings):
-    """Everything that `gossip()` was asked for, resolved.
+    """The resolved settings of `gossip()`.
 
     Attributes:
-        payload: What travels.
-        compress: Which coordinates of the weights; None for all.
-        seed: Of the mask.
-        outer: Takes the local steps of a round as one; None: they stay as they are.
+        payload: What is exchanged.
+        compress: Selects the coordinates of the weights; None for all.
+        seed: The mask's seed.
+        outer: Makes one outer step of a round's local steps; None: no outer optimizer.
     """
 
     payload: Payload
@@ -93,7 +93,7 @@ class GossipSettings(RoundSettings):
     outer: Nesterov | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         described = super().describe()
         if self.compress is None:
             del described["compress"], described["seed"]
@@ -103,7 +103,7 @@ class GossipSettings(RoundSettings):
 
 
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
-    """A payload by name or value, checked against the mode."""
+    """Return a payload given by name or value, checked against the mode."""
     if not isinstance(payload, Payload):
         if not isinstance(payload, str) or payload not in _PAYLOADS:
             raise ValueError(
@@ -125,7 +125,7 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
 
 
 def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> None:
-    """Raises `ValueError` for payloads that a mask does not go with."""
+    """Raise `ValueError` for payloads that do not support a mask."""
     if compress is None:
         return
     if not isinstance(payload, Weights):
@@ -139,17 +139,17 @@ def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> 
 
 
 def travels(payload: Payload, key: str) -> bool:
-    """Whether a payload has the optimizer state of that name."""
+    """Whether a payload includes the optimizer state of that name."""
     if key == "step" or not isinstance(payload, WeightsAndState):
         return False
     return payload.only is None or key in payload.only
 
 
 def check_moments(payload: Payload, kept: Collection[str]) -> None:
-    """Raises `ValueError` where Adam's first moment would travel without its second.
+    """Raise `ValueError` if Adam's first moment would be sent without its second.
 
-    Where a rank's own gradients have been 0 so far, as for the weights of an input that is rarely
-    there, it would divide its partner's momentum by 0.
+    If a rank's own gradients have been 0 so far, as for the weights of a rare input, it would
+    divide its partner's momentum by 0.
     """
     sent = {key for key in ("exp_avg", "exp_avg_sq") if key in kept and travels(payload, key)}
     if sent == {"exp_avg"} and "exp_avg_sq" in kept:
@@ -162,7 +162,7 @@ def check_moments(payload: Payload, kept: Collection[str]) -> None:
 
 
 def check_exchanges(exchanges: Any, mode: Mode) -> None:
-    """Raises `ValueError` for a number of exchanges that a step of the mode cannot make."""
+    """Raise `ValueError` for a number of exchanges that the mode does not support."""
     if not is_count(exchanges):
         raise ValueError(
             f"exchanges counts partners that a step meets, a whole number from 1, got {exchanges!r}"
@@ -177,7 +177,7 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
 def check_update(
     update: Any, *, mode: Mode, exchanges: Any, local_steps: Any, scaler: object
 ) -> None:
-    """Raises `ValueError` where weights cannot be updated then."""
+    """Raise `ValueError` if weights cannot be updated at that time."""
     if update not in ("in-step", "in-backward"):
         raise ValueError(f"update must be 'in-step' or 'in-backward', got {update!r}")
     if update == "in-step":
@@ -198,10 +198,10 @@ def check_update(
 def resolve_local_steps(
     local_steps: Any, outer: Any, every: Any, payload: Payload
 ) -> tuple[int, Nesterov | None]:
-    """Steps in a round, and the outer optimizer at their end; None without local steps.
+    """Return the steps in a round, and the outer optimizer; None without local steps.
 
     Raises:
-        ValueError: They do not go together.
+        ValueError: The settings conflict.
     """
     if local_steps is None:
         if outer is not None:
@@ -231,10 +231,10 @@ def resolve_local_steps(
 
 
 def resolve_compress(compress: Any) -> SharedMask | None:
-    """A shared mask by value, or by name and density: `"shared-mask:0.1"`; None for none.
+    """Return a shared mask given by value or as text, `"shared-mask:0.1"`; None for none.
 
     Raises:
-        ValueError: It is no mask, or of no possible density.
+        ValueError: It is not a mask, or the density is invalid.
     """
     if compress is None or isinstance(compress, SharedMask):
         return compress

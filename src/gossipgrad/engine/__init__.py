@@ -1,4 +1,4 @@
-"""What every family stands on: sessions, flows of tensors, rounds, averages, membership."""
+"""The base of every family: sessions, flows of tensors, rounds, averages, membership."""
 
 from gossipgrad.engine._arrival import Arrival as Arrival
 from gossipgrad.engine._check_replica import check_model as check_model

@@ -1,15 +1,15 @@
-"""What a member does for joiners: says what the run is, and sends them its replica.
+"""The member's side of joining: publish the run's description, and send the replica.
 
-What members and joiners tell each other stands in the rendezvous store, under the name of the
+Members and joiners communicate through keys in the rendezvous store, under the name of the
 membership:
 
-* `run`: what a joiner must know and have, written by every member.
-* `wish`: the joiner that asks for a replica now. A member that has made a step since it saw the
-  wish claims it, so that nobody asks a member that evaluates or waits in a collective.
-* `claim/ID`: which member has claimed the wish.
+* `run`: the run's description and requirements, written by every member.
+* `wish`: the joiner that requests a replica now. A member claims the wish only after a step since
+it saw it, so a member that evaluates or waits in a collective is never chosen.
+* `claim/ID`: the member that has claimed the wish.
 
-The replica travels over a link of its own: one `torch.save`, cut into pieces; or the error that
-made it impossible. Liveness is the membership's.
+The replica is sent over a separate link: one `torch.save` in pieces, or an error. The membership
+watches liveness.
 """
 
 import io
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 Carried = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _WHAT = "what session.carry gives"
 _LOOK_SECONDS = 0.05
-_STALLED_SECONDS = 60.0  # nothing left for so long: the joiner hangs, or cannot be reached
+_STALLED_SECONDS = 60.0  # nothing was sent for so long: the joiner hangs, or cannot be reached
 _LINGER_SECONDS = 10.0
 _FAREWELL_SECONDS = 1.0
 
@@ -68,16 +68,16 @@ _FAREWELL_SECONDS = 1.0
 def why_not_join(
     replica: Replica, schedule: Schedule, flows: Sequence[Flow], heartbeats: Heartbeats | None
 ) -> str | None:
-    """Why none can join a run, as far as its settings say; None if one can."""
+    """Return why a run's settings do not allow joining; None if they do."""
     if heartbeats is None:
         return "its membership never changes: leave heartbeats=None out"
     if any(is_sharded(each) for each in all_parameters(replica.model, replica.optimizers).values()):
-        return "its replicas are sharded, and one that joins would have to bring a whole mesh"
+        return "its replicas are sharded, and a joiner would need a whole mesh"
     topology = schedule.describe()
     if set(topology) != {"name", "world_size", "rotate", "seed"}:
         return (
-            f"the schedule {topology['name']} was given for {schedule.world_size} ranks, and says "
-            "nothing of more: use a topology by its name, such as topology='matching'"
+            f"the schedule {topology['name']} was given for {schedule.world_size} ranks, and does "
+            "not define more: use a topology by its name, such as topology='matching'"
         )
     if any(flow.phase is Phase.BEFORE_UPDATE for flow in flows):
         return (
@@ -88,24 +88,24 @@ def why_not_join(
 
 
 class Admission:
-    """Lets others join the run of a session, unless something speaks against it.
+    """Lets ranks join the run of a session, where its settings allow it.
 
-    Two threads of the session call it. The membership thread calls `look` in each of its turns; the
-    training thread calls `poll` between two steps. Each transfer has a thread of its own.
+    Two threads of the session call it: the membership thread calls `look` at each beat, the
+    training thread calls `poll` between two steps. Each transfer has its own thread.
 
     Args:
-        group: The ranks at the start; its store is where joiners look.
-        members: Of the session.
-        rounds: Of the session.
-        replica: What joiners get.
-        fingerprint: Returns what a joiner must have: model, optimizers and settings.
+        group: The ranks at the start; joiners use its store.
+        members: The session's members.
+        rounds: The session's rounds.
+        replica: The replica to send to joiners.
+        fingerprint: Returns the requirements for a joiner: model, optimizers and settings.
         every: Steps in a round.
-        refusal: Why none can join, None if nothing is known against it.
+        refusal: Why joining is impossible, None if it may be possible.
 
     Attributes:
-        refusal: Why none can join, None if one can.
-        given: How many joiners got this replica.
-        seconds: For how long copies have held up the training thread.
+        refusal: Why joining is impossible, None if it is possible.
+        given: Number of joiners that received this replica.
+        seconds: Time that copies have blocked the training thread.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class Admission:
         self._group, self._members, self._rounds = group, members, rounds
         self._replica, self._fingerprint, self._every = replica, fingerprint, every
         self._carry: Carried = None
-        self._info: str | None = None  # what the store does not have yet
-        self._wish = ""  # that this rank saw last
+        self._info: str | None = None  # the description that is not in the store yet
+        self._wish = ""  # the last wish that this rank saw
         self._stepped = self._closed = False  # since then
         self._claimed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._transport: Any = rounds.channel.transport
         root = root_of(group.store)
         if refusal is None and not is_joinable(self._transport):
-            refusal = "its links are no ZeroMQ ones: use transport='zeromq'"
+            refusal = "its links are not over ZeroMQ: use transport='zeromq'"
         if refusal is None and not isinstance(root, dist.TCPStore):
             refusal = (
                 f"its store is a {type(root).__name__}, which cannot be reached from another "
@@ -145,7 +145,7 @@ class Admission:
 
     @property
     def carry(self) -> Carried:
-        """What a joiner gets beside the replica: see `Session.carry`."""
+        """See `Session.carry`."""
         return self._carry
 
     @carry.setter
@@ -161,7 +161,7 @@ class Admission:
         return address_of(self._group, self._members.name)
 
     def publish(self) -> None:
-        """Says what a joiner must have from now on; returns at once."""
+        """Update the requirements for joiners; return immediately."""
         if self.refusal is None:
             info = {
                 "format": RUN_FORMAT,
@@ -173,12 +173,12 @@ class Admission:
             self._info = json.dumps(info)
 
     def look(self, store: Any) -> None:
-        """Publishes, and claims a wish; in the membership thread, with the run's store."""
+        """Publish, and claim a wish; in the membership thread, with the run's store."""
         if (info := self._info) is not None:
             store.set(RUN_KEY, info)
             if self._info is info:
                 self._info = None
-        # Makes the key, so that nothing waits for it.
+        # Creates the key, so that reading it does not wait.
         text = "" if self._closed else store.compare_set(WISH_KEY, "", "").decode()
         if text != self._wish:
             self._wish, self._stepped = text, False
@@ -189,9 +189,9 @@ class Admission:
             store.compare_set(WISH_KEY, text, "")  # the rank that claimed it may have died
 
     def poll(self, steps: int) -> None:
-        """Copies the replica if joiners wait for it; in the training thread, between two steps.
+        """Copy the replica if joiners wait for it; in the training thread, between two steps.
 
-        One copy serves all who wait. They get the error; nothing is raised for it here.
+        All waiting joiners get the same copy. An error is sent to them and not raised here.
         """
         self._stepped = True
         if self._claimed.empty():
@@ -216,7 +216,7 @@ class Admission:
             self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
-        """Sends nothing any more; a joiner in the middle of it gets an error."""
+        """Stop sending; a joiner in the middle of a transfer gets an error."""
         self._closed = True
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in self._threads:
@@ -224,7 +224,7 @@ class Admission:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _copy(self, steps: int) -> dict[str, Any]:
-        """Tensors in host memory, which nobody changes later, and plain values."""
+        """Copy everything a joiner needs, as tensors in host memory and plain values."""
         carried = self._carry() if callable(self._carry) else self._carry
         return {
             "replica": replica_state(self._replica.model, self._replica.optimizers),
@@ -234,7 +234,7 @@ class Admission:
         }
 
     def _give(self, wish: Mapping[str, Any], answer: Mapping[str, Any] | str) -> None:
-        """Sends a copy, or why there is none, and waits until it has left."""
+        """Send a copy or the error, and wait until it was sent."""
         joiner, header = int(wish["rank"]), {"id": wish["id"], "rank": self._group.rank}
         try:
             link = self._transport.beside(max_payload_bytes=2 * PIECE_BYTES)
@@ -253,7 +253,7 @@ class Admission:
                 link.close(0.0 if self._closed else _LINGER_SECONDS)
         except Exception as error:
             of = self._group.rank, joiner, first_line(error)
-            logger.warning("rank %d could not give rank %d its replica: %s", *of)
+            logger.warning("rank %d could not send rank %d its replica: %s", *of)
 
     def _send(self, link: Any, joiner: int, header: dict[str, Any], blob: torch.Tensor) -> None:
         text = json.dumps({**header, "bytes": blob.numel()}).encode()
@@ -268,7 +268,7 @@ class Admission:
                 tickets.popleft()
                 moved_seconds = time.monotonic()
             if time.monotonic() - moved_seconds > _STALLED_SECONDS:
-                raise GossipError(f"the joiner, rank {joiner}, took nothing for a minute")
+                raise GossipError(f"the joiner, rank {joiner}, received nothing for a minute")
 
 
 def _saved(copy: Mapping[str, Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a joiner begins with, and how it reaches the round of the others."""
+"""A joiner's initial state, and how it reaches the round of the others."""
 
 import time
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ _LISTEN_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """What a joiner knows before it enters.
+    """A joiner's information before it becomes a member.
 
     Attributes:
-        membership: The newest generation that it has read; it is in none yet.
-        name: Of the membership.
-        donor: Whose replica it has.
-        place: Where the donor was; what `place_of` returned.
+        membership: The newest generation that it has read; the joiner is not in it yet.
+        name: The name of the membership.
+        donor: The rank whose replica it has.
+        place: The donor's position, as `place_of` returned it.
         run: The run's 16 bytes.
-        carried: What the donor's loop passed on.
+        carried: The donor's `Session.carry`.
     """
 
     membership: Membership
@@ -36,20 +36,20 @@ class Arrival:
 
 
 def place_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
-    """Where a member is: at the beginning of its round, in rounds and in steps."""
+    """Return a member's position at the beginning of its round, in rounds and in steps."""
     starts = rounds.starts if isinstance(rounds, StaleRounds) else 0
     return {"round": rounds.next_round, "steps": steps - steps % every, "starts": starts}
 
 
 class Arriving:
-    """Brings a joiner to the round of the others, from its entering to its first exchange.
+    """Brings a joiner to the round of the others, until its first exchange.
 
-    Its rounds are void, at once and everywhere, until it has made a step: then it notifies the
-    others that it takes part, from the highest round that it has heard of. As long as nothing was
-    exchanged it may have heard of too low a one, and jumps.
+    Its rounds are void on all ranks until it has made a step. Then it notifies the others that it
+    takes part, from the highest round that it has received. Before its first exchange that round
+    may have been too low; then it jumps.
 
     Args:
-        place: Where its donor was.
+        place: The donor's position.
         every: Steps in a round.
     """
 
@@ -59,7 +59,7 @@ class Arriving:
         self._takes_part = False
 
     def begin(self, rounds: Rounds, wait_seconds: float) -> int:
-        """Waits a moment for the others to say where they are; how many steps that is."""
+        """Wait briefly for the others' rounds; return the step that they are at."""
         deadline = time.monotonic() + wait_seconds
         while rounds.channel.heard < 0 and time.monotonic() < deadline:
             rounds.channel.poll(_LISTEN_SECONDS)
@@ -67,11 +67,11 @@ class Arriving:
         return self._steps_at(rounds.next_round)
 
     def step(self, rounds: Rounds, steps: int, living: tuple[int, ...]) -> int:
-        """After a step, before its round: the steps that this rank is at now.
+        """Return this rank's step count after a step, before its round.
 
         Args:
-            rounds: Of the session.
-            steps: Those it would be at.
+            rounds: The session's rounds.
+            steps: The step count without a jump.
             living: The members.
         """
         rounds.channel.poll()
@@ -87,10 +87,10 @@ class Arriving:
         return steps + ahead * self._every
 
     def collective(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
-        """When a round begins with a collective: this rank takes part from there on.
+        """Take part from a round on that begins with a collective.
 
         Returns:
-            The steps that this rank is at, None if it takes part already.
+            This rank's step count, None if it takes part already.
         """
         if self._takes_part:
             return None
@@ -99,7 +99,7 @@ class Arriving:
         return self._steps_at(rounds.next_round)
 
     def is_over(self, rounds: Rounds) -> bool:
-        """Whether this rank has exchanged something with another."""
+        """Whether this rank has completed an exchange."""
         return self._takes_part and rounds.outcomes[Outcome.DELIVERED] > 0
 
     def _come_to(self, rounds: Rounds, round: int) -> None:

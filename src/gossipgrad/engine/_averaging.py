@@ -1,4 +1,4 @@
-"""The exact average over all ranks: collectives that gossip does not need, but users do."""
+"""The exact average over all ranks, by collectives."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ _CALLS: dict[Kind, str] = {
     "mean": "session.mean_()",
 }
 _OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast")
-_TRIES = 4  # what failed on one rank alone it may do again before it meets the others
+_TRIES = 4  # a rank may retry a collective that failed on it alone
 
 
 class DifferentCollectivesError(GossipError):
@@ -54,24 +54,24 @@ class DifferentCollectivesError(GossipError):
 class Averaging:
     """Brings all ranks to one collective, and averages flows.
 
-    Ranks may arrive with unequal step counts. Each says what it calls; a rank that calls the
-    periodic average while another is already in a collective of the user's goes on training
-    instead of waiting, and the other one waits on.
+    Ranks may arrive with unequal step counts. Each announces its call; a rank that calls the
+    periodic average while another is already in a collective of the user's continues training
+    instead of waiting, and the other keeps waiting.
 
-    All ranks are those that live. When one is lost on the way to a collective, the others meet
+    All ranks means all living ranks. When a rank is lost before a collective, the others meet
     again without it; when it is lost in the middle, they get an error, and may call again.
 
     Args:
-        group: Where the collectives run.
-        members: Which generation that is among.
-        rounds: Whose rounds are brought to the same number; None if there are no partners.
-        joins: Whether this rank has joined others, who may have called collectives before.
+        group: Runs the collectives.
+        members: The current generation's members.
+        rounds: The rounds to align; None if there are no partners.
+        joins: Whether this rank is a joiner; the others may have called collectives before.
 
     Attributes:
-        last_distance: The consensus distance when it was last computed, None before.
-        averages: How often all replicas were made the average.
-        averaged_bytes: What was averaged then, all times together.
-        seconds: Spent in periodic averages, the wait for other ranks included.
+        last_distance: The last computed consensus distance, None before the first.
+        averages: How often all replicas were averaged.
+        averaged_bytes: Total bytes of these averages.
+        seconds: Time in periodic averages, including the wait for other ranks.
     """
 
     def __init__(
@@ -90,17 +90,18 @@ class Averaging:
         self._number = 0  # of the user's collective that this rank is in
 
     def enter_collective(self, kind: Kind, changed: str | None = None) -> bool:
-        """Waits for all ranks; False if the others call something that this one must not.
+        """Wait for all ranks; return False if the others are in another collective.
 
         Args:
-            kind: What this rank calls.
-            changed: The message if this rank's replica was changed behind the session's back.
+            kind: This rank's call.
+            changed: The message if this rank's replica was changed outside the session.
 
         Raises:
-            GossipError: If a rank has gone that is not known to be lost, the ranks call different
-                things, or others are at a later collective: this one failed there. Or all others
-                closed their sessions while this rank waited for them in a collective of several.
-            EvictedError: If the others have declared this rank lost.
+            GossipError: If a rank is unreachable but not declared dead, the ranks call different
+                collectives, or others are at a later collective because this rank failed in it.
+                Also if all others closed their sessions while this rank waited for them in a
+                collective.
+            EvictedError: If the others have declared this rank dead.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
         rounds = self._rounds
@@ -120,7 +121,7 @@ class Averaging:
                 gathered = self._group.all_gather_object(mine, meets=True)
             except GossipError:
                 if self._group.broken is not None and self._members.changed():
-                    continue  # nothing was done yet: the living meet again
+                    continue  # nothing was done yet: the living ranks meet again
                 raise
             rounds.next_round = max(view[1] for view in gathered)
             views = dict(zip(self._group.members, gathered, strict=True))
@@ -129,21 +130,21 @@ class Averaging:
             if kind == "periodic":
                 return set(kinds) == {"periodic"}
             if "periodic" in kinds:
-                continue  # those train on, and call the same as this rank in the end
+                continue  # they train on, and finally call the same collective as this rank
             ahead = max(views, key=lambda rank: views[rank][4])
             if self._joins and self._number < views[ahead][4]:
                 self._number = views[ahead][4]
-                continue  # and the others, who see that this rank is behind, meet again
+                continue  # the others see that this rank is behind, and meet again
             self._joins = False
             if self._number < views[ahead][4]:
                 missed, self._number = self._number, views[ahead][4] - 1
                 raise GossipError(
                     f"rank {ahead} is at collective {views[ahead][4]} of the session and rank "
                     f"{self._group.rank} at {missed}: it failed there. Nothing was changed; call "
-                    "it again, or go on: ranks that are ahead wait for the next one"
+                    "it again, or continue: ranks that are ahead wait for the next one"
                 )
             if any(view[4] < views[ahead][4] for view in gathered):
-                continue  # those behind see it, and meet again
+                continue  # ranks that are behind see it, and meet again
             for rank, view in views.items():
                 if view[3] is not None:
                     raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
@@ -156,9 +157,9 @@ class Averaging:
             return True
 
     def periodically(self, flows: Sequence[Flow], step: int, recorder: Recorder | None) -> bool:
-        """The average that is due in a step, if it is possible; whether it was made.
+        """Average if it is due in a step and possible; return whether it was done.
 
-        Once it failed there is none any more, until the membership changes.
+        After a failure there is no further one until the membership changes.
         """
         if self._failed_in == self._members.current.generation:
             return False
@@ -183,11 +184,11 @@ class Averaging:
         return made
 
     def agree(self, value: Any) -> list[Any]:
-        """What every living rank passes, by rank; see `meet` for what is raised.
+        """Return every living rank's value, in rank order; raises as `enter_collective`.
 
-        Waits for a rank whose last collective failed on it alone, and which calls that again.
+        Waits for a rank whose last collective failed on it alone, and which retries that.
         """
-        json.dumps(value)  # before others are asked to meet
+        json.dumps(value)  # raise before the others are involved
         for left in reversed(range(_TRIES)):
             try:
                 self.enter_collective("agree")
@@ -198,7 +199,7 @@ class Averaging:
         return self._group.all_gather_object(value)
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
-        """Makes tensors of any kind their mean over the living ranks, in place."""
+        """Replace tensors by their mean over the living ranks, in place."""
         self.enter_collective("mean")
         with self.together():
             for tensor in tensors:
@@ -206,7 +207,7 @@ class Averaging:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, all ranks do the same: one that cannot finish breaks it for all, at once."""
+        """Break the collective on all ranks immediately if one raises inside."""
         try:
             yield
         except GossipError:
@@ -216,18 +217,18 @@ class Averaging:
             raise
 
     def drain(self) -> None:
-        """Mixes what is in flight, late parts too; all ranks have met."""
+        """Mix everything in flight, including late parts; all ranks have met."""
         with self.together():
             if self._rounds is not None:
                 self._rounds.drain(COLLECTIVE_SECONDS)
 
     def restart(self) -> None:
-        """Lets rounds begin anew, by lower numbers too, from a state that all ranks have loaded."""
+        """Restart rounds, possibly at a lower number, after all ranks loaded a state."""
         if self._rounds is not None:
             self._rounds.channel.restart(self._rounds.next_round, self._group.members)
 
     def average(self, flows: Sequence[Flow]) -> None:
-        """Drains, then makes all flows but gradients the exact average everywhere."""
+        """Drain, then set all flows except gradients to their exact average on all ranks."""
         averaged = [flow for flow in flows if flow.phase is not Phase.BEFORE_UPDATE]
         self.drain()
         with self.together():
@@ -240,7 +241,7 @@ class Averaging:
         self.averaged_bytes += sum(flat.nbytes for flats in means.values() for flat in flats)
 
     def consensus(self, flows: Sequence[Flow]) -> dict[Flow, list[Tensor]]:
-        """The exact average of the weights, one flat tensor a bucket; changes nothing."""
+        """Return the exact average of the weights, one flat tensor per bucket; changes nothing."""
         with self.together():
             means = {flow: self._mean(self._with_in_flight(flow)) for flow in flows}
             self._measure(means)
@@ -248,24 +249,24 @@ class Averaging:
 
     @contextmanager
     def mean_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's floating buffers (BatchNorm's statistics) are their mean."""
+        """Replace the model's floating buffers (BatchNorm's statistics) by their mean, inside."""
         with ExitStack() as shown:
             with self.together():
                 shown.enter_context(mean_buffers(model, self._group.mean_))
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What averages have counted."""
+        """Return the counters."""
         names = ("last_distance", "averages", "averaged_bytes", "seconds")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load the counters."""
         for name, value in state.items():
             setattr(self, name, value)
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
-        """Refuses to take one replica for the mean of all; warns if others ended long before."""
+        """Refuse to return one replica as the mean of all; warn if the others ended long before."""
         if not (closed := self._members.closed()):
             return
         who = f"{_CALLS[kind]} on rank {self._group.rank}"
@@ -288,7 +289,7 @@ class Averaging:
         return [self._group.mean_(flat) for flat in flats]
 
     def _with_in_flight(self, flow: Flow) -> list[Tensor]:
-        """A flow's totals with what is in flight added, and nothing changed."""
+        """Return a flow's totals plus the deltas in flight; changes nothing."""
         flats = [bucket.total() for bucket in flow.buckets]
         for transfer in self._rounds.in_flight if self._rounds is not None else ():
             if transfer.flow is not flow or self._rounds is None:
@@ -302,7 +303,7 @@ class Averaging:
         return flats
 
     def _measure(self, means: dict[Flow, list[Tensor]]) -> None:
-        """Root mean square over the ranks of the distance between weights and their mean."""
+        """Compute the root mean square over ranks of the distance of weights to their mean."""
         pairs = (
             (bucket.total(), mean)
             for flow, flats in means.items()

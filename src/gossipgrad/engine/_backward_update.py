@@ -1,4 +1,4 @@
-"""Updates during the backward pass: each bucket is stepped and sent when it has its gradients."""
+"""Updates during the backward pass: step and send each bucket when its gradients are ready."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,19 +19,19 @@ __all__ = ["BackwardUpdate"]
 class BackwardUpdate:
     """Steps the optimizers on one bucket of weights after the other while backward still runs.
 
-    A bucket whose gradients are all there is updated, its gradients are freed, and it leaves for
-    the partner, so that the rest of backward hides its exchange as well. Parameters without a
-    gradient, and buckets that lack one, are left to `optimizer.step()`, which sends the rest.
+    When all gradients of a bucket are ready, it is updated, its gradients are freed, and it is sent
+    to the partner, so that the rest of backward hides its exchange. Parameters without a gradient,
+    and buckets that lack one, are left to `optimizer.step()`, which sends the rest.
 
     Args:
         replica: The model and its optimizers.
-        flows: Of phase `AFTER_UPDATE`.
-        rounds: With the partners.
+        flows: The flows of phase `AFTER_UPDATE`.
+        rounds: The session's rounds.
         prepare: Called once before the first update of a pass; returns whether the round may be
-            opened then. If not, it is opened when the step ends.
+            opened. If not, it is opened at the end of the step.
 
     Attributes:
-        is_stepping: Whether an optimizer's step is a part of this one's, for its hooks.
+        is_stepping: Whether the running optimizer step is one of a bucket, for its hooks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BackwardUpdate:
         self._waiting: list[tuple[Flow, int, set[nn.Parameter]]] = []
         buckets = [bucket for flow in flows if flow.in_consensus for bucket in flow.buckets]
         self._groups = [[entry.parameter for entry in bucket.entries] for bucket in buckets]
-        # A large one is cut over several buckets: the first that is complete updates it whole.
+        # A large parameter spans several buckets: the first complete one updates it whole.
         parameters = list(dict.fromkeys(p for group in self._groups for p in group))
         number_of = {parameter: number for number, parameter in enumerate(parameters)}
         self._hooks = GradientHooks(
@@ -63,17 +63,17 @@ class BackwardUpdate:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the round was opened by a backward pass whose step is still to end."""
+        """Whether a backward pass has opened the round, and its step has not ended."""
         return self._hooks.began
 
     def enable(self, enabled: bool) -> None:
-        """Whether backward passes from now on update."""
+        """Set whether later backward passes update."""
         self._hooks.enabled = enabled
 
     def end_step(self) -> bool:
-        """The optimizers have stepped on the rest: sends what was not sent of an open round.
+        """Send the unsent buckets of an open round, after the optimizers stepped on the rest.
 
-        False if there is none.
+        Return False if no round is open.
         """
         transfers, self._transfers = list(self._transfers.values()), {}
         has_opened = self.has_begun and self._sends
@@ -83,7 +83,7 @@ class BackwardUpdate:
         return has_opened
 
     def remove(self) -> None:
-        """Removes the hooks and gives up what is in flight."""
+        """Remove the hooks and cancel exchanges in flight."""
         began = self._hooks.began
         self._hooks.remove()
         self._hooks.finish()
@@ -117,7 +117,7 @@ class BackwardUpdate:
             parameter.grad = None
         self._updated.update(parameters)
         waiting, self._waiting = self._waiting, []
-        for flow, place, needed in waiting:  # optimizer state may be cut into other buckets
+        for flow, place, needed in waiting:  # optimizer state may be split into other buckets
             if needed <= self._updated:
                 self._transfers[flow].post(place)
             else:
@@ -125,10 +125,10 @@ class BackwardUpdate:
 
 
 def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-    """One step on some of the parameters.
+    """Step on some of the parameters.
 
     Raises:
-        GossipError: The optimizer counts steps for all parameters of a group at once.
+        GossipError: The optimizer counts steps per group.
     """
     groups = list(optimizer.param_groups)
     before = [group["params"] for group in groups]
@@ -160,7 +160,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def _refuse_second(place: int) -> None:
     raise GossipError(
         'update="in-backward" has updated a parameter with its gradient of this step, and a second '
-        "gradient came: backward ran twice before optimizer.step(), or raised and was repeated. To "
-        "accumulate, put all but the last backward inside `with session.no_sync():`; after an "
+        "gradient arrived: backward ran twice before optimizer.step(), or raised and was repeated. "
+        "To accumulate, put all but the last backward inside `with session.no_sync():`; after an "
         "error call optimizer.step(), which ends the step with the gradients that are there"
     )

@@ -1,4 +1,4 @@
-"""What no session could train: refused before a rank meets the others."""
+"""Checks of a model and its optimizers before a rank meets the others."""
 
 import gc
 import warnings
@@ -19,7 +19,7 @@ _MOST_NAMED = 3
 
 
 def check_model(model: object) -> None:
-    """Raises `ValueError` for what is no model, or has no values yet; local."""
+    """Raise `ValueError` unless it is a model with values; local."""
     if not isinstance(model, nn.Module):
         name = getattr(model, "__name__", None)
         what = type(model).__name__ if name is None else f"{type(model).__name__} {name}"
@@ -45,20 +45,20 @@ def check_replica(
     mesh: object = None,
     warns: bool = True,
 ) -> None:
-    """Refuses models that something else averages, and optimizers of other models; local.
+    """Refuse models that DistributedDataParallel averages, and optimizers of other models; local.
 
-    Warns of parameters that need gradients and are in no session: no rank sends them.
+    Warn of parameters that need gradients and are in no session: no rank sends them.
 
     Args:
         model: The model.
-        optimizers: Those of the session.
+        optimizers: The session's optimizers.
         door: The function that makes the session, for messages.
-        process_group: Whose ranks take part, as given to it.
-        mesh: In place of that.
-        warns: Of such parameters; else the session does when they have gradients.
+        process_group: The ranks that take part, as given to it.
+        mesh: Instead of `process_group`.
+        warns: Whether to warn; otherwise the session does when they have gradients.
 
     Raises:
-        ValueError: It is so, or as `check_model` and `check_ranks`.
+        ValueError: It refuses them, or as `check_model` and `check_ranks`.
     """
     check_ranks(process_group, mesh)
     check_model(model)
@@ -94,9 +94,9 @@ def check_replica(
 
 
 def _reduced_over(own: Container[int], process_group: object, mesh: object) -> list[int]:
-    """Ranks of the session over which a DistributedDataParallel that lives averages gradients.
+    """Return the session's ranks over which a live DistributedDataParallel averages gradients.
 
-    Parameters do not tell: its reducer hangs on them in C++. So what lives is looked through, once.
+    Parameters do not show it, as its reducer is in C++. So this searches all live objects, once.
     """
     if not has_peers():
         return []
@@ -106,7 +106,7 @@ def _reduced_over(own: Container[int], process_group: object, mesh: object) -> l
     if isinstance(process_group, dist.ProcessGroup):
         ours = {*dist.get_process_group_ranks(process_group)}
     if over := _reduced_by_living(own):
-        gc.collect()  # a wrapper that was dropped may be part of a cycle
+        gc.collect()  # a dropped wrapper may be part of a cycle
         over = _reduced_by_living(own)
     return sorted(over if ours is None else over & ours)
 

@@ -1,4 +1,4 @@
-"""Connecting a rank with the others: its links, its channel, and the rounds of its mode."""
+"""The connection of a rank with the others: links, channel, and the rounds of its mode."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["check_growth", "connect"]
 
-_GROWTH = 4  # what a later plan may have in one message; links foresee it as they are made
+_GROWTH = 4  # how much larger a later plan's messages may be; links are created for that
 
 
 def connect(
@@ -31,9 +31,9 @@ def connect(
     recorder: Recorder | None,
     arrival: Arrival | None,
 ) -> Rounds:
-    """Makes the rounds of a session, over links to all ranks; a collective.
+    """Create the rounds of a session, over links to all ranks; a collective.
 
-    Local where this rank joins others: `arrival` says which run that is, and who lives in it.
+    Local for a joiner: `arrival` describes the run and its members.
     """
     run = (
         bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
@@ -68,16 +68,16 @@ def connect(
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:
-    """Refuses flows with larger messages than the links of a session foresee.
+    """Refuse flows whose messages are larger than the session's links allow.
 
     Raises:
-        GossipError: They have.
+        GossipError: A message is too large.
     """
     most_bytes = rounds.channel.largest_bytes
     largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
     if most_bytes is not None and largest_bytes > most_bytes:
         raise GossipError(
-            f"a message of {largest_bytes} bytes is needed now, and links foresee {most_bytes}: "
-            "they look at all parameters that the model and its optimizers have as a session "
-            "begins, trained or not. Nothing was changed; close this one and start another"
+            f"a message of {largest_bytes} bytes is needed now, and links allow {most_bytes}: "
+            "the limit follows from all parameters of the model and its optimizers when a session "
+            "starts, trained or not. Nothing was changed; close this one and start another"
         )

@@ -1,4 +1,4 @@
-"""How far the outputs of replicas are apart: what each predicts for the same batch."""
+"""The disagreement of replicas: the distance of their predictions for one batch."""
 
 import hashlib
 from typing import Any
@@ -35,7 +35,7 @@ def measure_disagreement(replica: Replica, averaging: Averaging, batch: Tensor) 
 
 
 def _digest(batch: Tensor) -> str:
-    """Equal where two batches are, bit for bit."""
+    """Return a digest that is equal iff two batches are, bit for bit."""
     held = batch.detach().contiguous().cpu()
     found = hashlib.sha256(f"{held.dtype} {tuple(held.shape)}".encode())
     found.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -43,10 +43,10 @@ def _digest(batch: Tensor) -> str:
 
 
 def _predict(model: nn.Module, batch: Tensor) -> Tensor:
-    """The model's probabilities, shape `(rows, classes)`, in fp64; the model is as it was.
+    """Return the model's probabilities, shape `(rows, classes)`, in fp64; the model is unchanged.
 
     Raises:
-        ValueError: It returns no tensor of logits, nor something with `logits`.
+        ValueError: It returns neither logits nor an object with `logits`.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {local(p).device for p in model.parameters() if local(p).device.type == "cuda"}

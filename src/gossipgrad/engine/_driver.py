@@ -1,4 +1,4 @@
-"""What happens around each optimizer step: gradients before it, rounds after it."""
+"""The exchanges around each optimizer step: gradients before it, rounds after it."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,36 +21,36 @@ from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["StepDriver"]
 
-_ENTER_SECONDS = 2.0  # beats: how long a joiner waits for others to say where they are
+_ENTER_SECONDS = 2.0  # how long a joiner waits for the others' rounds
 
 
 class StepDriver:
-    """Brings the flows of a session to the partner and back, step by step.
+    """Exchanges the flows of a session with the partners, step by step.
 
-    The order of a step that ends a round: gradients are mixed, the optimizers step, the family's
-    own part, flows `ACROSS` are mixed and sent anew, or flows `AFTER_UPDATE` are sent, then comes
-    the periodic average if it is due. What was sent after the update is mixed as the next forward
-    pass reads it, and the rest before the next step, or in `wait()`.
+    A step that ends a round runs in this order: mix gradients, step the optimizers, the family's
+    own part, mix flows `ACROSS` and send the next snapshot, or send flows `AFTER_UPDATE`, then the
+    periodic average if it is due. Buckets sent after the update are mixed as the next forward pass
+    reads them, and the rest before the next step, or in `wait()`.
 
     Args:
-        replica: The model and optimizers.
-        settings: Of the rounds.
-        members: Of the run.
-        rounds: With the partners; None with one rank.
+        replica: The model and optimizers. settings: The settings of rounds.
+        members: The run's members.
+        rounds: The session's rounds; None with one rank.
         averaging: Makes periodic averages.
         recorder: Gets the spans of averages.
-        flows: What travels.
-        after_update: Called when the optimizers have stepped, before anything is mixed.
-        between_steps: Called with the number of steps before each, as hooks may still copy.
+        flows: The flows to exchange.
+        after_update: Called after the optimizers stepped, before anything is mixed.
+        between_steps: Called with the number of steps before each step.
 
     Attributes:
-        steps: That the run has made: this rank's own, and those of others before it joined.
+        steps: The run's steps: this rank's own, and for a joiner the others' steps before it
+            joined.
         steps_of_others: The latter.
-        equal_at_step: When all replicas were last made equal.
-        is_mid_step: Whether some of several optimizers have stepped.
-        sends_gradients: Whether gradients of backward passes are sent, or update weights: not
-            inside `no_sync()`.
-        flows: What travels.
+        equal_at_step: The step at which all replicas were last made equal.
+        is_mid_step: Whether some but not all optimizers have stepped.
+        sends_gradients: Whether backward passes send gradients, or update weights; False inside
+            `no_sync()`.
+        flows: The flows to exchange.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepDriver:
         self._gradients: GradientExchange | None = None
         self._forward: ForwardHooks | None = None
         self._backward: BackwardUpdate | None = None
-        self._read: list[tuple[Flow, int]] = []  # buckets of weights, as numbered in the hooks
+        self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
         self._arriving: Arriving | None = None
 
@@ -87,32 +87,32 @@ class StepDriver:
 
     @property
     def has_updated_in_backward(self) -> bool:
-        """Whether a backward pass has updated weights, and its step is still to end."""
+        """Whether a backward pass has updated weights, and its step has not ended."""
         return self._backward is not None and self._backward.has_begun
 
     @property
     def position(self) -> int:
-        """Steps that the run has made; see `Session.position`."""
+        """The run's steps; see `Session.position`."""
         if self._rounds is None:
             return self.steps
         return self._rounds.position(self.steps, self._settings.every)
 
     @property
     def is_boundary(self) -> bool:
-        """Whether a round begins with the next step."""
+        """Whether the next step starts a round."""
         return self.steps % self._settings.every == 0
 
     @property
     def _ends_round(self) -> bool:
-        """Whether the next step to end is the last of its round."""
+        """Whether the current step is the last of its round."""
         return (self.steps + 1) % self._settings.every == 0
 
     def in_phase(self, phase: Phase) -> list[Flow]:
-        """The flows of a phase."""
+        """Return the flows of a phase."""
         return [flow for flow in self.flows if flow.phase is phase]
 
     def check_not_updating(self, method: str) -> None:
-        """Raises `GossipError` for a method that needs all weights to be of the same step."""
+        """Raise `GossipError` for a method that needs all weights to be of the same step."""
         if self.has_updated_in_backward:
             raise GossipError(
                 f"{method}() between backward and optimizer.step(): backward has updated some of "
@@ -120,14 +120,14 @@ class StepDriver:
             )
 
     def use(self, flows: Sequence[Flow]) -> None:
-        """Goes on with other flows; nothing is in flight, and all ranks do it."""
+        """Continue with other flows; on all ranks, with nothing in flight."""
         self.drop_hooks()
         self.flows = list(flows)
         if self._rounds is not None:
             self._rounds.channel.replan([part for flow in flows for part in flow.parts])
 
     def drop_hooks(self) -> None:
-        """Gives up gradients in flight, and removes hooks on passes until `begin`."""
+        """Cancel gradients in flight, and remove hooks on passes until `begin`."""
         if self._gradients is not None:
             self._gradients.remove()
             self._gradients = None
@@ -140,7 +140,7 @@ class StepDriver:
             self._backward = None
 
     def begin(self, *, sends: bool = True) -> None:
-        """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
+        """Send the first snapshot, or arm the gradients, at the beginning of a round."""
         rounds = self._rounds
         if rounds is None:
             return
@@ -166,7 +166,7 @@ class StepDriver:
         self._replica.note()
 
     def enter(self, arrival: Arrival, interval_seconds: float) -> None:
-        """Comes to where the others are, where this rank joins them."""
+        """Move a joiner to the position of the others."""
         assert self._rounds is not None
         self._arriving = Arriving(arrival.place, self._settings.every)
         wait_seconds = _ENTER_SECONDS * interval_seconds
@@ -174,7 +174,7 @@ class StepDriver:
         self.begin(sends=False)
 
     def before_step(self, closure: Closure | None) -> Closure | None:
-        """Mixes gradients, ahead of each optimizer's step; returns the closure for it.
+        """Mix gradients before each optimizer's step; return the closure for it.
 
         Raises:
             ReplicaChangedError: If weights were changed since the last step.
@@ -202,7 +202,7 @@ class StepDriver:
         return closure
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Ends the step if this optimizer is the last one, and the round if it is its last step."""
+        """End the step if this optimizer is the last, and the round if the step is its last."""
         if optimizer is not self._replica.optimizers[-1]:
             return
         if self._backward is not None and self._backward.is_stepping:
@@ -214,18 +214,18 @@ class StepDriver:
         self._after_update()
         if self._rounds is not None:
             try:
-                # In the generation in which it was begun.
+                # In the generation in which it started.
                 has_sent = self._backward is not None and self._backward.end_step()
                 self.wait()
                 self._follow(self._rounds)
                 self._end_round(self._rounds, has_sent=has_sent)
-            finally:  # also when Ctrl-C ends it: what was mixed so far is ours
+            finally:  # also after Ctrl-C: note the parts that were mixed
                 self._rounds.patience.renew()
                 self.arm()
                 self._replica.note()
 
     def wait(self) -> None:
-        """Mixes what was sent after the last update and no forward pass has read yet."""
+        """Mix buckets sent after the last update that no forward pass has read yet."""
         if self._awaits_forward and self._rounds is not None:
             self._awaits_forward = False
             if self._forward is not None:
@@ -236,19 +236,19 @@ class StepDriver:
                 self._replica.note()
 
     def mix_gradients(self) -> None:
-        """Mixes the gradients of a round that ends with this step; once."""
+        """Mix the gradients of a round that ends with this step; once."""
         if self._gradients is not None and self._ends_round:
             self._gradients.finish()
 
     def arm(self) -> None:
-        """Says whether gradients of the next backward pass are sent."""
+        """Set whether the next backward pass sends gradients."""
         if self._gradients is not None:
             self._gradients.enable(self.sends_gradients and self._ends_round)
         if self._backward is not None:
             self._backward.enable(self.sends_gradients and self._ends_round)
 
     def is_as_sent(self) -> bool:
-        """Whether the weights, though written, are still those of the open round's snapshot."""
+        """Whether written weights still equal those of the open round's snapshot."""
         if self._rounds is None or not self.is_boundary:
             return False
         sent = {transfer.flow: transfer for transfer in self._rounds.in_flight}
@@ -259,7 +259,7 @@ class StepDriver:
         )
 
     def pending_change(self) -> str | None:
-        """What is wrong with the replica, if it was changed since the last step."""
+        """Return the error message if the replica was changed since the last step."""
         if self._rounds is None:
             return None
         if self.is_mid_step:
@@ -275,10 +275,11 @@ class StepDriver:
         return None
 
     def _begin_step(self, *, in_backward: bool = False) -> bool:
-        """Checks the replica, and mixes what the forward pass has not read.
+        """Check the replica, and mix buckets that the forward pass has not read.
 
-        Not `in_backward` if weights were read before a late part of them came: backward computes
-        with them as they were. False then: the round is sent when the optimizers have stepped.
+        `in_backward`, return False without mixing if weights were read before a late part of them
+        arrived: backward computes with the values that were read. The round is then sent after the
+        optimizers stepped.
         """
         self._replica.check(self.is_as_sent)
         has_late = self._rounds is not None and self._rounds.has_late
@@ -313,7 +314,7 @@ class StepDriver:
                     self._await_forward()
                     return
             elif not across and self.in_phase(Phase.BEFORE_UPDATE):
-                rounds.next_round += 1  # gradients had their own transfers
+                rounds.next_round += 1  # gradients had separate transfers
             rounds.close()
         if averages and self._averaging.periodically(self.flows, steps, self._recorder):
             self.equal_at_step = steps
@@ -330,7 +331,7 @@ class StepDriver:
         return self._forward is not None and self._forward.is_ready and not rounds.has_late
 
     def _await_forward(self) -> None:
-        """Leaves the round open until the next forward pass reads what it brings."""
+        """Leave the round open until the next forward pass reads its buckets."""
         assert self._forward is not None
         self._awaits_forward, self._is_read_unmixed = True, False
         self._forward.awaited.update(range(len(self._read)))
@@ -346,7 +347,7 @@ class StepDriver:
         self._replica.note_mixed(mix, names)
 
     def _follow(self, rounds: Rounds) -> None:
-        """Lives in the newest generation, and in the others' round if this rank has joined."""
+        """Enter the newest generation, and the others' round if this rank is joining."""
         self._members.follow_latest(rounds)
         if self._arriving is None:
             return
@@ -355,6 +356,6 @@ class StepDriver:
             self._arriving = None
 
     def _go_to(self, steps: int) -> None:
-        """Counts steps that the others have made in between."""
+        """Jump to the others' step count."""
         self.steps_of_others += steps - self.steps
         self.steps = steps

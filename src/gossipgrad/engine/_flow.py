@@ -1,4 +1,4 @@
-"""What travels in a round: flows of tensors, dealt into buckets."""
+"""Flows of tensors that a round exchanges, in buckets."""
 
 import enum
 import threading
@@ -27,7 +27,7 @@ from gossipgrad.engine._tensors import Entry
 __all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable"]
 
 Sendable = tuple[Tensor, Callable[[], None] | None]
-"""What is sent of a bucket, and what returns when that is filled; None if it is."""
+"""A tensor to send, and a function that returns when it is filled; None if it is already."""
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd: no two buckets share a seed
 
@@ -42,7 +42,7 @@ class Phase(enum.Enum):
     ACROSS = "across"
     """Sent as a step begins, and mixed when the optimizer has stepped."""
     NEVER = "never"
-    """Not sent: part of averages over all ranks alone."""
+    """Not sent: takes part only in averages over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +50,9 @@ class Delta:
     """`received - snapshot` of one bucket.
 
     Attributes:
-        flat: Shape `(numel,)` of what travelled, at least fp32.
-        square: Its squared length, where that tells the consensus distance.
-        at: Which coordinates of the bucket they are; None for all of them.
+        flat: Shape `(numel,)` of the sent elements, at least fp32.
+        square: Its squared norm, if it is used for the consensus distance.
+        at: The coordinates in the bucket; None for all.
     """
 
     flat: Tensor
@@ -60,7 +60,7 @@ class Delta:
     at: "Coordinates | None" = None
 
     def add_to(self, total: Tensor, weight: float) -> None:
-        """Adds `weight` times itself to a whole flat bucket."""
+        """Add `weight * self` to a whole flat bucket."""
         if self.at is None:
             total.add_(self.flat, alpha=weight)
         else:
@@ -69,18 +69,18 @@ class Delta:
 
 
 class Bucket:
-    """A run of a flow's tensors that travel as one message, and what is kept of them.
+    """Consecutive tensors of a flow that are sent as one message, with their residuals.
 
     Attributes:
-        number: Its place in the channel's plan.
-        entries: Its tensors, in the order in which they lie in a flat bucket.
-        numel: Elements of all of them.
+        number: Its index in the channel's plan.
+        entries: Its tensors, in the order of the flat bucket.
+        numel: Total number of elements.
         dtype: Their type.
-        residuals: One fp32 tensor for each tensor that is narrower, and mixed as a weight: what
-            rounding took away from it. None for others.
-        clamped: How many elements mixing would have left below zero, where they may not be.
-        anchor: A flat, wide tensor that whatever is mixed moves as it moves the tensors, so that
-            their difference is what optimizers have done; None: there is none.
+        residuals: For each weight narrower than fp32, the fp32 rounding error of its mixing. None
+            for others.
+        clamped: How many elements of non-negative tensors mixing would have left below zero.
+        anchor: A flat, wide tensor that mixing changes by the same amount as the tensors, so that
+            their difference is the optimizers' progress; None: there is none.
     """
 
     def __init__(
@@ -112,31 +112,31 @@ class Bucket:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory held beside the model."""
+        """Memory held in addition to the model."""
         anchor_bytes = 0 if self.anchor is None else self.anchor.nbytes
         return anchor_bytes + sum(4 * r.numel() for r in self.residuals if r is not None)
 
     def tensors(self) -> list[Tensor | None]:
-        """The live tensors, None where there is none yet."""
+        """Return the live tensors, None where one does not exist yet."""
         if self._lasting is not None:
             return list(self._lasting)
         return [entry.tensor() for entry in self.entries]
 
     def snapshot(self, into: Snapshot, place: int, round: int) -> Sendable:
-        """Copies what a round sends of it into a snapshot, where it is bucket `place`."""
+        """Copy the elements that a round sends into bucket `place` of a snapshot."""
         return into.take(place, self.tensors())
 
     @torch.no_grad()
     def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
-        """`received - sent` of a round, made in place of `received` where the types are equal."""
+        """Return `received - sent` of a round, computed in `received` if the types are equal."""
         flat = delta_of(received, sent, widened(self.dtype))
-        # torch.dot rounds by the thread, and by where in memory `flat` begins: no run repeats then.
+        # torch.dot rounds by the number of threads and the alignment of `flat`: not reproducible.
         square = torch.linalg.vector_norm(flat).square() if self._are_weights else None
         return Delta(flat, square)
 
     @torch.no_grad()
     def add(self, delta: Delta, weight: float) -> None:
-        """Adds `weight * delta` to the tensors that exist; clamps what must not be negative."""
+        """Add `weight * delta` to the tensors that exist; clamp non-negative ones at zero."""
         if self.anchor is not None:
             delta.add_to(self.anchor, weight)
         pieces = self._split(delta.flat)
@@ -155,7 +155,7 @@ class Bucket:
 
     @torch.no_grad()
     def total(self) -> Tensor:
-        """All tensors with their residuals, widened: one new flat tensor."""
+        """Return all tensors plus their residuals, widened, as one new flat tensor."""
         flat = torch.empty(self.numel, dtype=widened(self.dtype), device=self.device)
         pieces = self._split(flat)
         for v, total, e in zip(self.tensors(), pieces, self.residuals, strict=True):
@@ -166,7 +166,7 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:
-        """Overwrites all tensors that exist, and their residuals; the anchor moves as they do."""
+        """Overwrite all tensors that exist, and their residuals; the anchor moves with them."""
         if self.anchor is not None:
             self.anchor.add_(flat - self.total())
         for v, total, e in zip(self.tensors(), self._split(flat), self.residuals, strict=True):
@@ -175,25 +175,25 @@ class Bucket:
 
     @torch.no_grad()
     def show(self, flat: Tensor, kept: list[tuple[Tensor, Tensor]]) -> None:
-        """Overwrites the tensors for a while; each goes to `kept` first, with a copy of it."""
+        """Overwrite the tensors temporarily; append each with a copy of its values to `kept`."""
         for v, shown in zip(self.tensors(), self._split(flat), strict=True):
             if v is not None:
                 kept.append((v, v.clone()))
                 v.copy_(shown)
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        """Views of a flat bucket in its tensors' shapes."""
+        """Return views of a flat bucket in its tensors' shapes."""
         pieces = zip(flat.split(self._sizes), self._shapes, strict=True)
         return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in pieces]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coordinates:
-    """Those coordinates of one bucket that a round exchanges.
+    """The coordinates of one bucket that a round exchanges.
 
     Attributes:
-        chosen: Place in the bucket of each tensor that has some, and which of its elements.
-        offsets: Where each of these tensors begins in the flat bucket.
+        chosen: For each tensor with chosen elements, its index in the bucket and their indices.
+        offsets: The offset of each of these tensors in the flat bucket.
     """
 
     chosen: list[tuple[int, Tensor]]
@@ -201,7 +201,7 @@ class Coordinates:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of coordinates."""
         return sum(len(at) for _, at in self.chosen)
 
     @property
@@ -210,13 +210,13 @@ class Coordinates:
         return sum(at.nbytes for _, at in self.chosen)
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The chosen elements of a bucket's tensors, one after the other."""
+        """Return the chosen elements of a bucket's tensors, concatenated."""
         return torch.cat(
             [tensors[place].reshape(-1).index_select(0, at) for place, at in self.chosen]
         )
 
     def scatter(self, values: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Puts them back."""
+        """Write chosen elements back into the tensors."""
         sizes = [len(at) for _, at in self.chosen]
         for (place, at), part in zip(self.chosen, values.split(sizes), strict=True):
             tensor = tensors[place]
@@ -226,22 +226,22 @@ class Coordinates:
                 tensor.copy_(flat.view(tensor.shape))
 
     def in_bucket(self) -> Tensor:
-        """As indices into the flat bucket."""
+        """Return indices into the flat bucket."""
         pieces = zip(self.chosen, self.offsets, strict=True)
         return torch.cat([at + offset for (_, at), offset in pieces])
 
 
 class MaskedBucket(Bucket):
-    """A bucket of weights that sends, in each round, the coordinates that a mask says.
+    """A bucket of weights that sends, in each round, the coordinates that a mask selects.
 
-    All ranks compute the same ones from seed, bucket and round, so no index travels, and a rank
-    that mixes late mixes at the coordinates of the round that was sent. Messages, snapshots and
-    deltas are smaller by the density; a round with one coordinate less sends a zero for it. The
-    indices of rounds in flight are kept, eight bytes each.
+    All ranks compute the same coordinates from seed, bucket and round, so no index is sent, and a
+    late part is mixed at the coordinates of its own round. Messages, snapshots and deltas are
+    smaller by the density; a round with one coordinate less pads with a zero. The indices of rounds
+    in flight are kept, eight bytes each.
 
     Args:
-        mask: Which coordinates.
-        seed: Of the mask.
+        mask: Selects the coordinates.
+        seed: The mask's seed.
         rounds: How many rounds may be in flight.
     """
 
@@ -261,15 +261,15 @@ class MaskedBucket(Bucket):
         self._rounds = rounds
         self._ends = torch.tensor([entry.spec.numel for entry in self.entries]).cumsum(0)
         self._kept: OrderedDict[int, Coordinates] = OrderedDict()
-        self._lock = threading.Lock()  # the listener makes deltas, too
+        self._lock = threading.Lock()  # the listener computes deltas, too
 
     @property
     def memory_bytes(self) -> int:
-        """Memory held beside the model, indices too."""
+        """Memory held in addition to the model, including indices."""
         return super().memory_bytes + sum(at.size_bytes for at in list(self._kept.values()))
 
     def snapshot(self, into: Snapshot, place: int, round: int) -> Sendable:
-        """Copies the round's coordinates into a snapshot, where this is bucket `place`."""
+        """Copy the round's coordinates into bucket `place` of a snapshot."""
         values = self._coordinates(round).gather(_present(self.tensors()))
         if missing := self._mask.largest_count(self.numel) - len(values):
             values = torch.cat([values, values.new_zeros(missing)])
@@ -277,21 +277,21 @@ class MaskedBucket(Bucket):
 
     @torch.no_grad()
     def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
-        """`received - sent` of a round; its square stands for all coordinates."""
+        """Return `received - sent` of a round; its square is scaled to all coordinates."""
         flat, at = delta_of(received, sent, widened(self.dtype)), self._coordinates(round)
         square = torch.linalg.vector_norm(flat[: at.count]).square() / (at.count / self.numel)
         with self._lock:
-            self._kept.pop(round, None)  # the delta has them now
+            self._kept.pop(round, None)  # the delta holds them now
         return Delta(flat, square, at)
 
     @torch.no_grad()
     def add(self, delta: Delta, weight: float) -> None:
-        """Adds `weight * delta` to its coordinates of the tensors."""
+        """Add `weight * delta` to the tensors at its coordinates."""
         assert delta.at is not None
         if self.anchor is not None:
             delta.add_to(self.anchor, weight)
         tensors = _present(self.tensors())
-        residuals = [e for e in self.residuals if e is not None]  # of all, or of none
+        residuals = [e for e in self.residuals if e is not None]  # all have one, or none
         v = delta.at.gather(tensors)
         e = delta.at.gather(residuals) if residuals else None
         mix([v], [delta.flat[: delta.at.count]], weight, [e])
@@ -300,7 +300,7 @@ class MaskedBucket(Bucket):
             delta.at.scatter(e, residuals)
 
     def _coordinates(self, round: int) -> Coordinates:
-        """Which coordinates a round exchanges; from any thread."""
+        """Return the coordinates that a round exchanges; from any thread."""
         with self._lock:
             if round in self._kept:
                 return self._kept[round]
@@ -320,7 +320,7 @@ class MaskedBucket(Bucket):
 
 
 class Flow:
-    """One set of tensors that is exchanged with the partner of the round, all on one device.
+    """A set of tensors on one device that is exchanged with the partner of the round.
 
     All flows of a round share the partner, and the round counts on both ends or on neither.
 
@@ -328,21 +328,21 @@ class Flow:
         name: For traces and messages.
         phase: When in a step it is exchanged.
         entries: The tensors, in the order of the forward pass.
-        first_bucket: Where its buckets begin in the channel's plan.
+        first_bucket: The index of its first bucket in the channel's plan.
         bucket_bytes: Bytes of tensors at which a bucket is full.
-        wire_dtype: What travels, None for each tensor's own type.
+        wire_dtype: Type on the wire, None for each tensor's own type.
         snapshots: How many snapshots may be held at once.
-        every: Exchanged in each round that is a multiple of it.
+        every: Exchanged in rounds that are a multiple of it.
         in_consensus: Whether these are weights: shown in `consensus()`; narrow ones get an fp32
-            residual; their deltas tell the consensus distance.
-        mask: Which coordinates travel in a round; None for all.
-        seed: Of the mask.
+            residual; their deltas estimate the consensus distance.
+        mask: Selects the coordinates to send in a round; None for all.
+        seed: The mask's seed.
 
     Attributes:
         buckets: In the order of the channel's plan.
-        parts: What the channel must know of them.
-        pool: Its snapshots.
-        sends_whole: Whether what travels are the tensors, bit for bit.
+        parts: Their types and sizes, for the channel.
+        pool: The pool of its snapshots.
+        sends_whole: Whether it sends the tensors unchanged, bit for bit.
     """
 
     def __init__(
@@ -397,13 +397,13 @@ class Flow:
         behind: Sequence["Flow"] = (),
         **options: Any,
     ) -> list["Flow"]:
-        """One flow for each device of the entries, which are cut to pieces of at most a bucket.
+        """Create one flow per device; entries are split into pieces of at most a bucket.
 
         Args:
             name: See `Flow`.
             phase: See `Flow`.
             entries: The tensors, in the order of the forward pass.
-            settings: Of the session: bucket size, wire type, snapshots.
+            settings: The session's bucket size, wire type and snapshots.
             behind: Flows before these in the channel's plan.
             **options: See `Flow`: `every`, `in_consensus`, `mask`, `seed`.
         """
@@ -430,15 +430,15 @@ class Flow:
 
     @property
     def memory_bytes(self) -> int:
-        """Snapshots, residuals and indices held beside the model."""
+        """Memory of snapshots, residuals and indices."""
         return self.pool.size_bytes + sum(bucket.memory_bytes for bucket in self.buckets)
 
     def is_due(self, round: int) -> bool:
-        """Whether it is exchanged in a round."""
+        """Whether a round exchanges it."""
         return self.phase is not Phase.NEVER and round % self.every == 0
 
     def clear_residuals(self, parameters: Container[str]) -> None:
-        """Forgets what rounding took away from parameters that were written anew."""
+        """Clear the residuals of parameters that were overwritten."""
         for bucket in self.buckets:
             for entry, residual in zip(bucket.entries, bucket.residuals, strict=True):
                 if residual is not None and entry.spec.name in parameters:
@@ -446,7 +446,7 @@ class Flow:
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors of a bucket of weights, which all exist."""
+    """Return the tensors of a bucket of weights, which all exist."""
     there = [tensor for tensor in tensors if tensor is not None]
     assert len(there) == len(tensors)
     return there

@@ -1,4 +1,4 @@
-"""Hooks on the forward pass: which buckets a module is about to read."""
+"""Hooks on the forward pass that report the buckets a module is about to read."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,15 +15,14 @@ __all__ = ["ForwardHooks"]
 class ForwardHooks:
     """Calls back for each bucket before the first module that reads it in a forward pass.
 
-    Which module reads which parameter is learnt from the first pass, before anything is awaited: a
-    parameter is read by its module if that was called, else by the nearest module around it that
-    was (`nn.MultiheadAttention` reads its `out_proj` so), else by the module that is called
-    first. Sharded parameters (FSDP2) are gathered ahead of their module: they count as read by the
-    first, too.
+    The first pass, before anything is awaited, shows which module reads which parameter. A
+    parameter is read by its module if that was called, else by the nearest enclosing module that
+    was (`nn.MultiheadAttention` reads its `out_proj` this way), else by the module that is called
+    first. Sharded parameters (FSDP2) are gathered ahead of their module: they also count as read by
+    the first.
 
-    Hooks are silent inside compiled code, where a compiled module's own calls are not seen; the
-    module around it stands for it. Where no module was seen, as with a compiled whole model,
-    `is_ready` stays False.
+    Hooks do not fire inside compiled code; the enclosing module then counts as the reader. Where no
+    module was seen, as with a model that is compiled whole, `is_ready` stays False.
 
     Args:
         model: The model.
@@ -31,7 +30,7 @@ class ForwardHooks:
         read: Called with the number of a bucket that is awaited and about to be read.
 
     Attributes:
-        awaited: Numbers of the buckets that are in flight; who sends them adds them.
+        awaited: Numbers of the buckets in flight; the sender adds them.
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class ForwardHooks:
         return self._of is not None
 
     def end_step(self, *, has_gradients: bool = True) -> list[int]:
-        """Forward and backward pass are over; returns what was awaited in vain.
+        """End a forward and backward pass; return awaited buckets that no module read.
 
-        Learns from the first pass. If a pass had gradients for a bucket that no module was seen to
-        read, the modules are called otherwise than they were: not ready any more. Where backward
-        is not over, and not all `has_gradients` that will, this is taken to be so.
+        Learns from the first pass. If a pass had gradients for a bucket that no module read, the
+        calls of modules have changed, and `is_ready` becomes False. The same if `has_gradients` is
+        False: backward is not over, so gradients cannot be checked.
         """
         left, self.awaited = sorted(self.awaited), set()
         self._is_first = True
@@ -97,7 +96,7 @@ class ForwardHooks:
         self._of, self._first, self._called = of, first, set()
 
     def _readers(self, parameter: nn.Parameter) -> list[nn.Module | None]:
-        """The module that reads a parameter, for each that owns it; None: the first one called."""
+        """Return the reading module for each owner of a parameter; None: the first one called."""
         if is_sharded(parameter):
             return [None]
         readers: list[nn.Module | None] = []
@@ -124,7 +123,7 @@ class ForwardHooks:
 
 
 class _Hook:
-    """What hangs on modules; it does not keep the session alive, and a copy of it does nothing."""
+    """A module hook that does not keep the session alive; a copy of it does nothing."""
 
     def __init__(self, call: Callable[[nn.Module], None] | None = None) -> None:
         self._call = None if call is None else weakref.WeakMethod(call)

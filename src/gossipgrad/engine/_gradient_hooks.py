@@ -1,4 +1,4 @@
-"""Hooks on gradients: which are there, which groups are complete, and when backward ends."""
+"""Hooks on gradients that report ready gradients, complete groups and the end of backward."""
 
 import time
 import weakref
@@ -17,15 +17,15 @@ __all__ = ["GradientHooks"]
 
 
 class GradientHooks:
-    """Calls back as the gradients of groups become complete, group by group, in their order.
+    """Calls back as the gradients of each group become complete, in the order of groups.
 
-    A group is complete when each of its parameters has its gradient. Where groups are `ordered`,
-    as collectives have to be, one that is complete before its turn waits for those before it.
+    A group is complete when each of its parameters has its gradient. If groups are `ordered`, as
+    collectives have to be, a complete group waits for the groups before it.
 
-    The end of a pass is an engine callback, as DistributedDataParallel's: it runs when the graph
+    The end of a pass is an engine callback, as in DistributedDataParallel: it runs when the graph
     task is done, in the thread that called `backward`, so that gradients are final when `backward`
-    returns and clipping sees them. torch has no public way to do that. The engine drops the
-    callback of a pass that raised; that is noticed too, and `on_abort` is called.
+    returns and clipping sees them. torch has no public API for that. The engine drops the callback
+    of a pass that raised; then `on_abort` is called.
 
     A backward pass that a `torch.autograd.Function` runs in its own backward, as checkpoints with
     `use_reentrant=True` do, is a graph task inside another, and part of that pass.
@@ -33,21 +33,21 @@ class GradientHooks:
     Args:
         parameters: In the order in which backward is expected to finish their gradients.
         begin: Called as the first gradient of a pass arrives.
-        launch: Called with the number of each group as its turn comes.
-        end: Called once at the end of backward, after all or only some groups were launched.
-        on_abort: Called when a pass that had begun has raised.
-        on_second: Called with the place of a parameter that gets a second gradient after the first
+        launch: Called with the number of each group when it may be sent.
+        end: Called once at the end of backward, after some or all groups were launched.
+        on_abort: Called after a pass that had begun raised.
+        on_second: Called with the index of a parameter that gets a second gradient after the first
             was launched, and before `finish`; raises.
-        stamp: Returns what `stamps` keeps for a gradient that is ready.
+        stamp: Returns the entry of `stamps` for a gradient that is ready.
         ordered: Whether groups are launched in their order.
 
     Attributes:
-        enabled: Whether gradients count; those of passes where they do not stay fresh.
+        enabled: Whether gradients count; gradients of other passes stay fresh.
         fresh: For each parameter whether it got a gradient since the last round.
         launched: How many groups of this pass have been launched.
-        stamps: When each gradient of this pass was ready; None before.
-        turns: By place, how many gradients of this pass came before it.
-        handles: Of the hooks, which hold none of this.
+        stamps: The stamp of each gradient of this pass; None before it is ready.
+        turns: For each parameter, how many gradients of this pass arrived before its own.
+        handles: The hooks' handles, which do not reference this object.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class GradientHooks:
         self._is_launched: list[bool] = []
         self._callback: weakref.ref[_Callback] | None = None
         self._use(parameters)
-        # torch keeps such hooks where the garbage collector does not look: one that held this, and
-        # the parameters with it, would never be freed.
+        # The garbage collector does not see hooks that torch keeps in C++: a hook that referenced
+        # this object and so the parameters would never be freed.
         on_gradient = weakref.WeakMethod(self._on_gradient)
 
         def hook(parameter: Tensor) -> None:
@@ -87,7 +87,7 @@ class GradientHooks:
                 method(parameter)
 
         self.handles: list[RemovableHandle] = []
-        # A session that was dropped unclosed leaves none on a model that lives on.
+        # A session that is dropped unclosed leaves no hooks on its model.
         weakref.finalize(self, _remove, self.handles)
         try:
             for parameter in parameters:
@@ -97,7 +97,7 @@ class GradientHooks:
             raise
 
     def regroup(self, groups: Sequence[Sequence[int]]) -> None:
-        """Groups of the parameters at these places, from now on; between passes."""
+        """Replace the groups, given as indices of parameters; between passes."""
         self._groups = list(groups)
         self._groups_of = [[] for _ in self._parameters]
         for number, places in enumerate(groups):
@@ -105,12 +105,12 @@ class GradientHooks:
                 self._groups_of[place].append(number)
 
     def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The same parameters in another order, from now on; `regroup` has to follow."""
+        """Change the order of the parameters; call `regroup` next."""
         self.fresh = [self.fresh[self._places[id(parameter)]] for parameter in parameters]
         self._use(parameters)
 
     def open(self) -> None:
-        """Begins a pass: that of the first gradient, or one without a backward."""
+        """Begin a pass, at the first gradient or without a backward."""
         self._begin()  # it may regroup
         self.began, self.launched = True, 0
         self._missing = [len(places) for places in self._groups]
@@ -118,21 +118,21 @@ class GradientHooks:
         self.stamps, self.turns = [None] * len(self._parameters), {}
 
     def is_running(self, *, seen_before: bool) -> bool:
-        """Whether a pass that has begun may still be going on.
+        """Whether a pass that has begun may still be running.
 
-        One that raised between two graph tasks is known to be over only when its graph is gone;
+        A pass that raised between two graph tasks is known to be over only when its graph is freed;
         a caller that has asked before, outside of any backward pass, need not wait for that.
         """
         return self.began and not (seen_before and torch._C._current_graph_task_id() == -1)
 
     def launch_rest(self) -> None:
-        """Launches what has not been, complete or not."""
+        """Launch all remaining groups, complete or not."""
         for group, is_launched in enumerate(self._is_launched):
             if not is_launched:
                 self._launch_group(group)
 
     def finish(self) -> None:
-        """The round of this pass is done: gradients to come belong to the next."""
+        """End the round of this pass: later gradients belong to the next."""
         self.began, self._callback = False, None
         self.fresh = [False] * len(self._parameters)
 
@@ -186,13 +186,13 @@ class GradientHooks:
 
 
 class _Callback:
-    """The end of one pass, for the engine alone to hold, or the graph that it runs through."""
+    """The end of one pass; only the engine or the graph of the pass references it."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
     def queue(self) -> None:
-        """Has it called at the end of the graph task that runs now."""
+        """Queue it for the end of the running graph task."""
         engine: Any = Variable._execution_engine
         engine.queue_callback(self)
 
@@ -205,11 +205,11 @@ class _Callback:
             self._end()
 
     def _queue_around(self, node: Any) -> None:
-        """Has it called at the end of the graph task in which `node` runs.
+        """Queue it for the end of the graph task in which `node` runs.
 
-        That cannot be said from in here, where the inner one is still the current. But what `node`
-        hands its gradients to runs after it, in the same task, unless only gradients of inputs
-        beyond are asked for: `torch.autograd.grad` around an inner pass ends no round.
+        It cannot be queued from here, where the inner task is still the current one. But the nodes
+        that receive the gradients of `node` run after it, in the same task, unless only gradients
+        of later inputs are requested: `torch.autograd.grad` around an inner pass ends no round.
         """
         handles: list[RemovableHandle] = []
 

@@ -1,4 +1,4 @@
-"""Flows of gradients: each bucket leaves as backward finishes it, and is mixed before the step."""
+"""Flows of gradients: send each bucket when backward has finished it, mix before the step."""
 
 import time
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ __all__ = ["GradientExchange"]
 
 
 class GradientExchange:
-    """Sends each bucket of gradients when its last one is there, and mixes before the step.
+    """Sends each bucket of gradients when it is complete, and mixes before the step.
 
-    `g += weight * (received - sent)` for every gradient that exists here; one that does not is
-    sent as zeros. Hooks stand on the parameters until `remove`.
+    `g += weight * (received - sent)` for every gradient that exists here; a missing one is sent as
+    zeros. The parameters have hooks until `remove`.
 
     Args:
-        flows: Of phase `BEFORE_UPDATE`.
+        flows: The flows of phase `BEFORE_UPDATE`.
         rounds: Shared with the other flows of the same round.
     """
 
@@ -52,15 +52,15 @@ class GradientExchange:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients of this step have been sent, and are not mixed yet."""
+        """Whether gradients of this step have been sent, and not mixed yet."""
         return self._hooks.began
 
     def enable(self, enabled: bool) -> None:
-        """Whether the gradients of backward passes from now on are sent."""
+        """Set whether later backward passes send gradients."""
         self._hooks.enabled = enabled
 
     def finish(self) -> None:
-        """Sends what is missing, waits for the partner, and mixes into `.grad`; once a step.
+        """Send remaining buckets, wait for the partner, and mix into `.grad`; once per step.
 
         Raises:
             GossipError: If a gradient was written after it was sent (clipped, unscaled, ...).
@@ -81,15 +81,15 @@ class GradientExchange:
                         rounds.outcomes[Outcome.LATE] += 1
                     rounds.mix(transfer, place, transfer.delta(place))
         finally:
-            # A gradient that arrives after its step is worth nothing: late ones are given up.
+            # A gradient that arrives after its step is useless: late ones are cancelled.
             self._give_up()
 
     def end_step(self) -> None:
-        """The optimizer has used the gradients; the next backward begins a new round."""
+        """End the round after the optimizer used the gradients."""
         self._is_finished = False
 
     def remove(self) -> None:
-        """Removes the hooks and gives up what is in flight."""
+        """Remove the hooks and cancel exchanges in flight."""
         self._hooks.remove()
         self._give_up()
 
@@ -103,7 +103,7 @@ class GradientExchange:
         rounds = self._rounds
         if self._is_finished:  # the last step failed after its gradients were mixed
             self._is_finished = False
-            # Of weights nothing was sent yet: the partner must not wait for them.
+            # No weights were sent yet: the partner must not wait for them.
             rounds.channel.void(rounds.next_round, rounds.partners.send_to)
             rounds.next_round += 1
         self._transfers = {t.flow: t for t in rounds.begin(self._flows)}
@@ -120,7 +120,7 @@ class GradientExchange:
     def _check_unchanged(self) -> None:
         for parameter, (sent, version) in self._sent.items():
             grad = parameter.grad
-            if grad is None:  # the batch was dropped: nothing of the partner's is mixed into it
+            if grad is None:  # the batch was dropped: no partner's gradient is mixed in
                 continue
             if grad is not sent or grad._version != version:
                 raise GossipError(

@@ -1,4 +1,4 @@
-"""What a joiner does before it is a member: finds the run, gets a number, fetches a replica."""
+"""The joiner's side before it is a member: find the run, get a rank, fetch a replica."""
 
 import io
 import json
@@ -49,16 +49,16 @@ _STALLED_SECONDS = 60.0
 
 
 def claim_key(wish: str) -> str:
-    """Where a member claims the wish of that id."""
+    """Return the key under which a member claims the wish of that id."""
     return f"claim/{wish}"
 
 
 def address_of(group: Group, name: str) -> str:
-    """Where a joiner finds a run: host and port of its store, and where its keys are in it.
+    """Return a run's address: host and port of its store, and the prefix of its keys.
 
     Args:
-        group: Of the run; its store is a `TCPStore`, below any prefixes.
-        name: Of the membership.
+        group: The run's group; its store is a `TCPStore`, below any prefixes.
+        name: The name of the membership.
 
     Raises:
         GossipError: The store does not answer.
@@ -69,14 +69,14 @@ def address_of(group: Group, name: str) -> str:
 
 
 def root_of(store: dist.Store) -> Any:
-    """The store below all prefixes."""
+    """Return the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def _prefix_of(store: dist.Store) -> str:
-    """The prefix that a store puts before its keys, which torch does not tell."""
+    """Return the prefix of a store's keys, which torch does not expose."""
     probe = f"probe/{secrets.token_hex(8)}"
     store.set(probe, "")
     (found,) = (key for key in root_of(store).list_keys() if key.endswith(probe))
@@ -85,20 +85,20 @@ def _prefix_of(store: dist.Store) -> str:
 
 
 class Joiner:
-    """What a joiner does before it is a member; `close()` it.
+    """Prepares a joiner before it is a member; `close()` it.
 
     Args:
-        address: Of the run.
+        address: The run's address.
         encrypt: As in `gossip()`.
-        timeout_seconds: Within which a member must have begun to send its replica.
+        timeout_seconds: How long to wait until a member starts to send its replica.
 
     Attributes:
-        world_size: How many ranks the run began with.
-        shapes: Of parameters and buffers, where the model has shrunk since.
+        world_size: The number of ranks at the run's start.
+        shapes: Shapes of parameters and buffers, if the model has shrunk since.
         rank: This rank's number; -1 before `fetch`.
 
     Raises:
-        ValueError: It is no address, or the run is one of another version of gossipgrad.
+        ValueError: The address is invalid, or the run uses another version of gossipgrad.
         GossipError: The store does not answer, or holds no such run.
     """
 
@@ -106,7 +106,7 @@ class Joiner:
         parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None:
             raise ValueError(
-                f"{address!r} is no address of a run: give what session.join_address() returned"
+                f"{address!r} is no address of a run: pass the result of session.join_address()"
             )
         host, port, prefix, self._name = parts.groups()
         self._host, self._where = host.strip("[]"), f"{host}:{port}"
@@ -134,17 +134,17 @@ class Joiner:
         self._introductions = {int(rank): each for rank, each in info["introductions"].items()}
 
     def close(self) -> None:
-        """Asks the store no more."""
+        """Close the connection to the store."""
         self._asked.close()
 
     def check(self, here: dict[str, str]) -> None:
-        """Refuses another model, optimizer or settings than the run's.
+        """Refuse a model, optimizer or settings that differ from the run's.
 
         Raises:
-            ValueError: With the first difference.
+            ValueError: They differ; the message has the first difference.
         """
         there = self._fingerprint
-        # Digests last: a difference is better reported by name.
+        # Digests last: prefer to report a difference by name.
         for key in sorted(
             {**here, **there}, key=lambda key: key.startswith(("order", "optimizer"))
         ):
@@ -156,17 +156,17 @@ class Joiner:
                 )
 
     def clone_store(self) -> dist.Store:
-        """Another connection to the store, for the session."""
+        """Return another connection to the store, for the session."""
         store = self._ask(lambda store: store.clone())  # pyrefly: ignore[missing-attribute]
         store.set_timeout(timedelta(minutes=5))
         return store
 
     def transport(self, membership: Membership, max_payload_bytes: int) -> ZeroMQTransport:
-        """Links of this rank to the members.
+        """Return this rank's links to the members.
 
         Raises:
             ValueError: The members cannot reach this host.
-            AgreementError: They have another secret, or only they or this rank encrypt.
+            AgreementError: They have another secret, or only one side encrypts.
         """
         joined = {rank: list(j.introduction) for rank, j in membership.joined.items()}
         known = self._introductions | joined
@@ -183,10 +183,10 @@ class Joiner:
         )
 
     def fetch(self) -> tuple[Any, Arrival]:
-        """The replica of a member, and what this rank must know to enter; takes a number for it.
+        """Fetch a member's replica and the information to enter; reserve a rank.
 
         Raises:
-            GossipError: No member sends one, or it fails in the middle; nothing has changed.
+            GossipError: No member sends one, or the transfer fails; nothing has changed.
             AgreementError: This rank has another secret.
         """
         membership = self._read_membership()
@@ -210,7 +210,7 @@ class Joiner:
         return gift["replica"], arrival
 
     def _receive(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any]]:
-        """Asks for a replica; which member sent it, and what it sent."""
+        """Request a replica; return the member that sent it and its content."""
         wish = secrets.token_hex(8)
         text = json.dumps({"id": wish, "rank": self.rank, "introduction": link.introduction})
         claim, key = f"{self._name}/{claim_key(wish)}", f"{self._name}/{WISH_KEY}"
@@ -219,7 +219,7 @@ class Joiner:
 
         def fail(why: str) -> NoReturn:
             raise GossipError(
-                f"rank {donor} gave no replica: {why}. Nothing was loaded, and the run goes on: "
+                f"rank {donor} sent no replica: {why}. Nothing was loaded, and the run continues: "
                 "try again"
             )
 
@@ -240,7 +240,7 @@ class Joiner:
                 now = time.monotonic()
                 if blob.tell() == 0 and now > self._deadline:
                     raise GossipError(
-                        f"no member gave its replica within {self._timeout_seconds:g} s: is the "
+                        f"no member sent its replica within {self._timeout_seconds:g} s: is the "
                         "run over, or are all its ranks busy with something else than steps?"
                     )
                 if blob.tell() and now - moved_seconds > _STALLED_SECONDS:
@@ -264,22 +264,22 @@ class Joiner:
         return self._ask(lambda store: Record(dist.PrefixStore(self._name, store)).read())
 
     def _read_info(self) -> dict[str, Any]:
-        """What the run says of itself; waits a moment for one that has just begun."""
+        """Read the run's description; wait briefly for a run that has just started."""
         deadline = time.monotonic() + min(self._timeout_seconds, _STORE_SECONDS)
         key = f"{self._name}/{RUN_KEY}"
         while not self._ask(lambda store: store.check([key])):
             if not self._ask(lambda store: store.check([f"{self._name}/membership"])):
                 raise GossipError(
                     f"the store at {self._where} holds no such run: it is over, and another has "
-                    "begun there. Ask a rank of a run that lasts for its address"
+                    "started there. Get the address from a rank of a current run"
                 )
             if time.monotonic() > deadline:
-                raise GossipError("the run says nothing of itself: can it be joined?")
+                raise GossipError("the run has published no description: can it be joined?")
             time.sleep(_LISTEN_SECONDS)
         info = json.loads(self._ask(lambda store: store.get(key)))
         if info.get("format") != RUN_FORMAT:
             raise ValueError(
-                "the run is one of another version of gossipgrad: install the same version here"
+                "the run uses another version of gossipgrad: install the same version here"
             )
         return info
 

@@ -1,4 +1,4 @@
-"""A thread that receives what partners send while the training thread computes."""
+"""A thread that receives partners' parts while the training thread computes."""
 
 import threading
 from collections.abc import Iterable
@@ -8,18 +8,18 @@ from gossipgrad.engine._transfer import Transfer
 
 __all__ = ["Listener"]
 
-_LISTEN_SECONDS = 0.1  # of one poll; closing waits so long for the last one
+_LISTEN_SECONDS = 0.1  # the length of one poll, and of the wait for the last one when closing
 
 
 class Listener:
-    """Receives parts as they arrive and makes their deltas, so that less is left for the step.
+    """Receives parts as they arrive and computes their deltas ahead of the step.
 
-    Nothing is mixed here: what is mixed, when and in which order is the training thread's alone.
-    The thread starts with the first transfer, sleeps while nothing is expected, and ends with the
+    It mixes nothing: only the training thread decides what is mixed, when and in which order. The
+    thread starts with the first transfer, sleeps while nothing is expected, and ends with the
     channel.
 
     Args:
-        channel: Where the parts arrive.
+        channel: Receives the parts.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -31,10 +31,10 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def expect(self, transfers: Iterable[Transfer]) -> None:
-        """Looks after transfers that were posted, until all of them have arrived.
+        """Receive posted transfers until all of them have arrived.
 
         Raises:
-            BaseException: What receiving earlier ones failed with.
+            BaseException: The error of an earlier transfer.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -49,7 +49,7 @@ class Listener:
             self._thread.start()
 
     def close(self) -> None:
-        """Tells the thread to end; closing the channel waits for its last poll."""
+        """Ask the thread to end; closing the channel waits for its last poll."""
         with self._wake:
             self._is_closed = True
             self._expected.clear()

@@ -1,4 +1,4 @@
-"""The base of optimizers that treat matrices by a rule of their own and leave the rest to AdamW."""
+"""The base of optimizers with their own rule for matrices and AdamW for the rest."""
 
 import math
 import re
@@ -19,26 +19,25 @@ Parameters = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]] | Iterab
 
 
 class MatrixOptimizer(Optimizer):
-    """Groups by role, their settings, and AdamW for what is no matrix.
+    """Groups by role with their settings, and AdamW for everything except matrices.
 
     A subclass names its `role`, checks and describes the settings of its groups, and updates
-    matrices in `step()`. There is one group of each role, with its settings, unless groups are
-    given.
+    matrices in `step()`. There is one group per role, unless groups are given.
 
     Args:
         params: The model, whose parameters are chosen by the patterns, the type of their module and
-            their shape; or what any optimizer takes: tensors, `(name, tensor)` pairs or groups, of
-            which matrices have the subclass's role, but in groups with a `"role"`.
-        settings: Of groups with the subclass's role.
-        adamw_settings: Of groups of the rest.
-        weight_decay: Of all groups, unless they have their own.
-        matrices: Patterns of names that have the subclass's role.
-        adamw: Patterns of names that are AdamW's.
-        with_head: Whether the last linear layer is a matrix like others.
-        argument: What users know `matrices` as.
+            their shape; or the usual tensors, `(name, tensor)` pairs or groups, of which matrices
+            have the subclass's role, except in groups with a `"role"`.
+        settings: Settings of groups with the subclass's role.
+        adamw_settings: Settings of groups of the rest.
+        weight_decay: Weight decay of all groups without their own.
+        matrices: Patterns of names that get the subclass's role.
+        adamw: Patterns of names that AdamW updates.
+        with_head: Whether the last linear layer counts as a matrix.
+        argument: The public name of `matrices`.
 
     Raises:
-        ValueError: For numbers outside their range, names that no parameter has, or nothing to
+        ValueError: If a number is out of range, no parameter has a name, or there is nothing to
             train.
     """
 
@@ -87,10 +86,10 @@ class MatrixOptimizer(Optimizer):
         super().__init__(groups, alike | {"weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, of the role that it names, or by the shapes of its parameters.
+        """Add a group with the role that it names, or by the shapes of its parameters.
 
         Raises:
-            ValueError: For numbers outside their range, or if matrices and vectors are in one group
+            ValueError: If a number is out of range, or matrices and vectors are in one group
                 without a role.
         """
         if "role" not in param_group:
@@ -105,7 +104,7 @@ class MatrixOptimizer(Optimizer):
         if role not in (self.role, ADAMW):
             raise ValueError(f"role={role!r} is neither {self.role!r} nor {ADAMW!r}")
         settings = self.__dict__.get("_settings")
-        if settings is None:  # after pickling: groups have all that they need
+        if settings is None:  # after pickling: groups are complete
             alike = [group for group in self.param_groups if group["role"] == role]
             if not alike:
                 raise ValueError(f"there is no group of role {role!r} whose settings to take")
@@ -125,14 +124,14 @@ class MatrixOptimizer(Optimizer):
                 kind = "complex" if parameter.is_complex() else "no matrix"
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is {kind}: role {role!r} does "
-                    "not take it"
+                    "not support it"
                 )
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raises `ValueError` for settings of matrices outside their range; may complete them."""
+        """Raise `ValueError` for matrix settings out of range; may complete them."""
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
-        """The settings of a group of matrices, but for rates, in words."""
+        """Return the settings of a group of matrices, except rates, as text."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,7 +168,7 @@ class MatrixOptimizer(Optimizer):
         return "\n".join([f"{type(self).__name__} (", *lines, ")"])
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """The local gradients, in fp32 where parameters are narrower; not to be written.
+        """Return the local gradients, in fp32 where parameters are narrower; do not write to them.
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -191,7 +190,7 @@ class MatrixOptimizer(Optimizer):
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
     ) -> None:
-        """One step of AdamW."""
+        """Make one step of AdamW."""
         (b1, b2), lr = group["betas"], float(group["lr"])
         states = [self.state[p] for p in parameters]
         for p, state in zip(parameters, states, strict=True):
@@ -227,7 +226,7 @@ class MatrixOptimizer(Optimizer):
 
     @staticmethod
     def zeros(parameter: nn.Parameter) -> Tensor:
-        """Zeros of its shape, placed as it is, in its own type or fp32 if that is wider."""
+        """Return zeros of its shape and sharding, in its own type or fp32 if that is wider."""
         return torch.zeros_like(
             parameter, dtype=widened(parameter.dtype), memory_format=torch.preserve_format
         )
@@ -236,7 +235,7 @@ class MatrixOptimizer(Optimizer):
         return group.get("weight_decay", self.defaults["weight_decay"])
 
     def _by_role(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A group as one of matrices and one of the rest, unless it has a role."""
+        """Split a group without a role into matrices and the rest."""
         if "role" in group:
             return [dict(group)]
         held = group["params"]
@@ -255,7 +254,7 @@ _OF_ONE_GROUP = ("params", "param_names", "initial_lr")
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """What an optimizer takes, as groups."""
+    """Return an optimizer's `params` as groups."""
     if isinstance(params, Tensor):
         raise ValueError("params is one tensor: give the model, or a list of tensors or groups")
     params = list(params)
@@ -277,7 +276,7 @@ def _check_adam(group: Mapping[str, Any]) -> None:
 
 
 def _abridged(group: Mapping[str, Any]) -> list[str]:
-    """Names and shapes, one line for all that differ in numbers alone."""
+    """Return names and shapes, one line for all that differ only in numbers."""
     names = group.get("param_names", [f"parameter {i}" for i in range(len(group["params"]))])
     lines: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, parameter in zip(names, group["params"], strict=True):

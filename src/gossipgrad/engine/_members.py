@@ -1,4 +1,4 @@
-"""What a session knows of the members: it takes up new generations, and leaves."""
+"""A session's view of the members: apply new generations, and leave."""
 
 import logging
 from typing import Any
@@ -32,22 +32,22 @@ _FAREWELL_SECONDS = 0.5
 
 
 class Members:
-    """What a session knows of the members, and what it has taken up of that.
+    """The members of a session, in the generation that it has applied.
 
-    A generation that the watch has learnt is taken up between two rounds, or as a collective
-    begins: by each rank for itself, without waiting for anyone.
+    Each rank applies a new generation of the watch between two rounds, or at the start of a
+    collective, without waiting for others.
 
     Args:
         group: The ranks at the start.
-        schedule: Who meets whom while all are there.
-        heartbeats: How ranks watch over each other; None: the membership never changes.
-        arrival: What one that joins knows of the others.
+        schedule: The partners of each round while all ranks live.
+        heartbeats: How ranks watch each other; None: the membership never changes.
+        arrival: A joiner's information about the run.
 
     Attributes:
         current: The membership that this rank trains in.
-        watch: Over the members, if it changes.
-        name: Of the membership, in the store of the group.
-        donor: What sends this rank's replica to those who join, if any can (`Admission`).
+        watch: Watches the members; None if the membership never changes.
+        name: The name of the membership, in the store of the group.
+        donor: Sends this rank's replica to joiners, if ranks can join (`Admission`).
 
     Raises:
         GossipError: The store cannot be reached.
@@ -73,11 +73,11 @@ class Members:
             return
 
         def watch(store: dist.Store) -> MemberWatch:
-            # One session may follow another on a group. The n-th here meets the n-th elsewhere.
+            # One session may follow another on a group. The n-th matches the n-th of other ranks.
             self.name = self.name or f"members/{store.add(f'members/{group.rank}', 1)}"
 
             def connect() -> dist.Store:
-                # A clone has a connection of its own: what hangs in it holds up nobody else.
+                # A clone has its own connection: a call that hangs in it blocks no other.
                 root = group.store.clone()  # pyrefly: ignore[missing-attribute]
                 return dist.PrefixStore(self.name, root)
 
@@ -88,33 +88,33 @@ class Members:
         group.follow(lambda of=self.watch: of.latest, self.name, listen=self._listen)
 
     def seat(self, rounds: Rounds) -> None:
-        """Gives rounds the schedule of those present at the start; local."""
+        """Give rounds the schedule of the ranks present at the start; local."""
         rounds.schedule = among(self._schedule, self.current.living)
         self._channel = rounds.channel
-        self._channel.poll()  # gives up those that did not
+        self._channel.poll()  # removes the ranks that are not present
 
     @property
     def given_up(self) -> bool:
-        """Whether the others are known to have taken this rank for dead."""
+        """Whether the others are known to have declared this rank dead."""
         return self.watch is not None and self._group.rank not in self.watch.latest.living
 
     def start(self) -> None:
-        """Begins to watch; all ranks must have come here, or further."""
+        """Start to watch; all ranks must have reached this point."""
         if self.watch is not None:
             self.watch.start()
 
     def follow_latest(self, rounds: Rounds | None) -> bool:
-        """Takes up the newest generation that is known; whether it is a later one; local.
+        """Apply the newest known generation; return whether it is a later one; local.
 
         Raises:
-            EvictedError: If this rank is no member of it.
+            EvictedError: If this rank is not a member of it.
         """
         if self.watch is None or rounds is None:
             return False
         latest = self.watch.confirm()
         if latest.generation == self.current.generation or self._group.rank not in latest.living:
             return False
-        # Ctrl-C may end this anywhere; the next call then does what is left.
+        # Ctrl-C may end this anywhere; the next call then does the rest.
         self._meet_joiners(latest, rounds.channel.transport)
         rounds.schedule = among(self._schedule, latest.living)
         if rounds.channel.generation < latest.generation:
@@ -125,11 +125,11 @@ class Members:
         return True
 
     def enter(self, rounds: Rounds, donor: int) -> None:
-        """Becomes a member, where this rank joins others; waits for the store alone.
+        """Make a joiner a member; waits for the store only.
 
         Raises:
-            GossipError: The store does not answer, or all members have ended. Should it answer
-                later, the others find that this rank shows no sign of life, and go on without it.
+            GossipError: The store does not answer, or all members have ended. If it answers later,
+                the others declare this rank dead, as it sends no heartbeat.
         """
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None
@@ -140,23 +140,23 @@ class Members:
         self.follow_latest(rounds)
 
     def changed(self) -> bool:
-        """Whether a collective that broke can be tried again: members were lost, or have left.
+        """Whether a broken collective can be retried: members were lost, or have left.
 
-        Looks after those who may have died, which takes a few beats.
+        Waits a few beats for the heartbeats of suspects.
         """
         if self.watch is None or self._channel is None:
             return False
         return self.watch.examine(self.current.generation, self._group.broken_by, self._listen)
 
     def has_partners(self, rounds: Rounds) -> bool:
-        """Whether there are other members, and a consensus with them can be had."""
+        """Whether there are other members, and a consensus with them is possible."""
         gone = rounds.channel.gone
         fixed = self.watch is None or self.watch.store_lost is not None
         others = set(self.current.living) - {self._group.rank, *gone}
         return bool(others) and not (gone and fixed)
 
     def closed(self) -> list[int]:
-        """Ranks that closed their sessions, not by an exception, if no other rank is left."""
+        """Return ranks that closed their sessions without an exception, if no other is left."""
         gone = self.current.gone.items()
         is_alone = self.current.living == (self._group.rank,)
         return [rank for rank, loss in gone if is_alone and loss.left and loss.why == LEFT]
@@ -172,7 +172,7 @@ class Members:
         }
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leaves the membership; one that dies by script just falls silent."""
+        """Leave the membership; a rank killed by a script just falls silent."""
         if self.donor is not None:
             self.donor.close()
         if self.watch is not None:
@@ -182,7 +182,7 @@ class Members:
                 self.watch.leave(LEFT if error is None else f"{LEFT} by {type(error).__name__}")
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
-        """Leaves a session that nobody closes, with the last word before the interpreter ends."""
+        """Leave an unclosed session at exit, with a last message to the others."""
 
         def farewell() -> None:
             rounds.stop(0.0, _FAREWELL_SECONDS)
@@ -191,19 +191,19 @@ class Members:
         return finalize_early(session, farewell)
 
     def _listen(self) -> None:
-        """Hears of links that broke, so that whom a collective waits for in vain is given up."""
+        """Notice broken links, so that a rank that a collective waits for is declared dead."""
         if self._channel is not None:
             self._channel.poll()
 
     def _meet_joiners(self, latest: Membership, transport: Transport) -> None:
-        """Gets to know those who have joined; who is no rank of this run is none here."""
+        """Add the joiners; one that cannot be added counts as gone here."""
         met = transport.introductions if is_joinable(transport) else {}
         for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
             try:
-                assert is_joinable(transport), "only those are joined"
+                assert is_joinable(transport), "only such runs can be joined"
                 transport.add_peer(rank, latest.joined[rank].introduction)
             except (AgreementError, ValueError, TypeError) as error:
                 logger.warning(
-                    "rank %d mixes nothing with rank %d, which has joined: %s",
+                    "rank %d cannot exchange with joiner rank %d: %s",
                     *(self._group.rank, rank, first_line(error)),
                 )

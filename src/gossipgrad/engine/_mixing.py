@@ -9,7 +9,7 @@ __all__ = ["delta_of", "mix", "replace"]
 
 
 def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype) -> Tensor:
-    """`received - snapshot` in `dtype`, shape `(numel,)`; in place of `received` if it can be."""
+    """Return `received - snapshot` in `dtype`, shape `(numel,)`; in `received` if possible."""
     if received.dtype == dtype:
         return received.sub_(snapshot)
     return received.to(dtype).sub_(snapshot)
@@ -21,10 +21,10 @@ def mix(
     weight: float,
     residuals: Sequence[Tensor | None],
 ) -> None:
-    """`v += weight * delta` for every tensor, each of the shape of its delta.
+    """Compute `v += weight * delta` for every tensor, each of the shape of its delta.
 
-    A tensor narrower than fp32 is widened first, and what rounding it back takes away goes to its
-    residual, if it has one, so that the sum of both over ranks is kept.
+    A tensor narrower than fp32 is widened first. The rounding error goes to its residual, if it has
+    one, so that the sum of both over ranks is kept.
     """
     wide = [i for i, v in enumerate(tensors) if v.dtype == deltas[i].dtype]
     if wide:
@@ -36,7 +36,7 @@ def mix(
 
 
 def replace(v: Tensor, total: Tensor, residual: Tensor | None) -> None:
-    """`v = total` in the type of `v`; the residual gets what that rounded away."""
+    """Set `v = total` in the type of `v`; the residual gets the rounding error."""
     v.copy_(total)
     if residual is not None:
         residual.copy_(total - v.to(total.dtype))

@@ -1,4 +1,4 @@
-"""When a round's snapshots travel and when they are mixed: the modes, as values."""
+"""The modes: when a round's snapshots are sent and mixed."""
 
 import math
 from dataclasses import InitVar, dataclass
@@ -13,15 +13,15 @@ MAX_STALENESS = 15  # a link keeps the early parts of 16 rounds
 class _Waiting:
     """A mode in which a step waits for its partner.
 
-    The wait adapts to each link: median + `deviations` x MAD of how long after this rank's own part
-    its partner's parts arrived lately, at least `floor_seconds` and at most `deadline_seconds`. A
-    link with fewer than five arrivals gets `deadline_seconds`.
+    The wait adapts to each link. It is median + `deviations` x MAD of the recent delays of the
+    partner's parts after this rank's own, at least `floor_seconds` and at most `deadline_seconds`.
+    A link with fewer than five arrivals gets `deadline_seconds`.
 
     Attributes:
-        deadline_seconds: The longest wait for a partner that is alive but late. The step then goes
-            on without it, and what the partner sent is mixed when it arrives.
-        floor_seconds: The shortest wait. As large as `deadline_seconds`, the wait does not adapt.
-        deviations: How many median absolute deviations beyond the median a step still waits.
+        deadline_seconds: The longest wait for a partner that is alive but late. The step then
+            continues without it, and the partner's part is mixed when it arrives.
+        floor_seconds: The shortest wait. If equal to `deadline_seconds`, the wait does not adapt.
+        deviations: How many median absolute deviations beyond the median a step waits.
     """
 
     deadline_seconds: float = 300.0
@@ -47,7 +47,7 @@ class _Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap(_Waiting):
-    """A snapshot leaves at the start of the step and is mixed at its end: the whole step hides it.
+    """Sends a snapshot at the start of a step and mixes at its end: the whole step hides it.
 
     `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
     partner). The default.
@@ -56,22 +56,22 @@ class Overlap(_Waiting):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync(_Waiting):
-    """Weights are exchanged after the update and mixed at once; nothing is hidden."""
+    """Exchanges weights after the update and mixes them immediately; nothing is hidden."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stale:
-    r"""No step waits: what a partner sent is mixed in the later step in which it arrives.
+    r"""Never waits in a step: a partner's part is mixed in the step in which it arrives.
 
-    `w += weight * (received - snapshot)` as in `Overlap`, once on each end and however late, iff
-    both ends sent: the mean over ranks is kept. After a step a rank's round is
-    `max(own + 1, highest heard)`. Rounds that it jumps over are void, and so is a round for which
-    all snapshots are in flight or whose partner owes an answer of more than `max_staleness` rounds
-    ago; the partner is notified. Needs a schedule of symmetric pairs.
+    `w += weight * (received - snapshot)` as in `Overlap`, once on each end, however late, iff both
+    ends sent: the mean over ranks is kept. After a step a rank's round is `max(own + 1, highest
+    received)`. Rounds that it jumps over are void. A round is also void if all snapshots are in
+    flight, or if its partner has not answered for more than `max_staleness` rounds; the partner is
+    notified. Needs a schedule of symmetric pairs.
 
-    The bound is on what is in flight: a snapshot is mixed before `max_staleness + 1` others were
-    sent, or these others are not sent. The weight depends on it alone, and never on how late a
-    part really was, so that both ends use the same.
+    The bound limits the snapshots in flight: a snapshot is mixed before `max_staleness + 1` later
+    ones are sent, or these are not sent. The weight depends only on the bound, not on the actual
+    delay, so that both ends use the same weight.
 
     Attributes:
         max_staleness: Rounds, 0 to 15. 0 has one snapshot in flight, as in `Overlap`.
@@ -101,7 +101,7 @@ class Stale:
         ):
             raise ValueError(
                 f"max_staleness counts rounds, a whole number from 0 to {MAX_STALENESS}, got "
-                f"{number!r}: 2 bears most networks, and each further round costs a snapshot"
+                f"{number!r}: 2 suits most networks, and each further round costs a snapshot"
             )
         object.__setattr__(self, "max_staleness", int(number))
 
@@ -115,7 +115,7 @@ class Stale:
 
     @property
     def snapshots(self) -> int:
-        """The most that are in flight at once, `max_staleness + 1`."""
+        """The largest number in flight, `max_staleness + 1`."""
         return self.max_staleness + 1
 
 
@@ -125,7 +125,7 @@ _MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "stale": Stale(
 
 
 def resolve_mode(mode: Mode | str) -> Mode:
-    """A mode by name or value.
+    """Return a mode given by name or value.
 
     Raises:
         ValueError: If there is no such mode.
@@ -143,7 +143,7 @@ def resolve_mode(mode: Mode | str) -> Mode:
 
 
 def check_stale(mode: Mode, *, average_every: object, symmetric: bool, topology: str) -> None:
-    """Raises `ValueError` for what would make a step of mode stale wait, or lose the mean."""
+    """Raise `ValueError` for settings that make a step of mode stale wait, or lose the mean."""
     if not isinstance(mode, Stale):
         return
     if average_every is not None:

@@ -1,4 +1,4 @@
-"""Gives a model of full width the shapes of one that has shrunk."""
+"""Narrowing of a full model to the shapes of one that has shrunk."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,17 +12,18 @@ __all__ = ["narrow"]
 
 @torch.no_grad()
 def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Makes parameters and buffers as small as these, in place; their values are 0 then; local.
+    """Shrink parameters and buffers to these shapes, in place, with values 0; local.
 
-    The parameters stay the same objects, and modules of torch say their new sizes. What is not
-    named keeps its shape.
+    The parameters stay the same objects, and torch modules show their new sizes. Tensors that are
+    not named keep their shapes.
 
     Args:
         model: As it was built for the run.
-        shapes: By the names of parameters and buffers.
+        shapes: Shapes by the names of parameters and buffers.
 
     Raises:
-        ValueError: One is wider than the model, or of other dimensions; nothing is changed then.
+        ValueError: A shape is wider than the model's, or has other dimensions; nothing is changed
+            then.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in own.items():
@@ -47,7 +48,7 @@ def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def _fit(module: nn.Module, *, is_depthwise: bool) -> None:
-    """Says the sizes of its weights in the attributes of a module."""
+    """Set a module's size attributes to those of its weights."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, _ConvNd):

@@ -1,4 +1,4 @@
-"""One round after the other on a rank's own link."""
+"""Pacing of consecutive rounds on a rank's own link."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,22 +9,22 @@ __all__ = ["RoundBefore"]
 
 _PATIENCE_SECONDS = 2.0
 _MOST_PATIENCE_SECONDS = 30.0
-_HELD_UP_SECONDS = 0.005  # more than shared processors hold one up
-_ROUNDS = 16  # a late rank does not wait itself, and would collide with those who do
+_HELD_UP_SECONDS = 0.005  # longer than delays from shared processors
+_ROUNDS = 16  # a late rank does not wait itself, and would collide with ranks that do
 
 
 class RoundBefore:
-    """What was sent in the round before, and leaves before this one does.
+    """The messages of a round, which must be sent before the next round's.
 
-    Two rounds that leave at once share the link, the partner of the first waits longer, and soon
-    every rank waits for another. The same where two rounds arrive at once: so a rank that was held
-    up by its links, in this round or a few before it, asks its next partner before it sends. Each
-    wait ends after two seconds, or twice the round before if that took longer, and never lasts more
-    than thirty.
+    Two rounds that are sent together share the link, the partner of the first waits longer, and
+    soon every rank waits for another. The same happens where two rounds arrive together: so a rank
+    that was delayed by its links, in this round or a few before it, asks its next partner before it
+    sends. Each wait ends after two seconds, or twice the duration of the round before if that is
+    longer, and never lasts more than thirty.
 
     Args:
-        tickets: Of all messages of that round.
-        before: The one before it.
+        tickets: The tickets of all messages of that round.
+        before: The round before it.
     """
 
     def __init__(self, tickets: Sequence[Ticket] = (), before: "RoundBefore | None" = None) -> None:
@@ -35,7 +35,7 @@ class RoundBefore:
         self._asks_rounds = 0 if before is None else before._asks_rounds
 
     def end(self, waited_seconds: float) -> None:
-        """That round is over, and this rank has waited for it so long after its compute."""
+        """End that round; this rank waited `waited_seconds` for it after its compute."""
         took = time.perf_counter() - self._begun_seconds
         self._patience_seconds = min(max(_PATIENCE_SECONDS, 2 * took), _MOST_PATIENCE_SECONDS)
         held_up = waited_seconds > _HELD_UP_SECONDS
@@ -46,7 +46,7 @@ class RoundBefore:
         filled: Callable[[], None] | None,
         turn: Callable[[float], None] | None = None,
     ) -> Callable[[], None] | None:
-        """What a message of this round waits for: that round to leave, its turn, and its buffer.
+        """Return a function that waits for that round's messages, the turn, and the buffer.
 
         Args:
             filled: Returns when the buffer is filled; None if it is.
@@ -56,7 +56,7 @@ class RoundBefore:
         if self._has_left() and not asks:
             return filled
 
-        def ready() -> None:  # in the thread of the link
+        def ready() -> None:  # in the link's thread
             if self._until_seconds is None:  # all messages of a round share one wait
                 self._until_seconds = time.perf_counter() + self._patience_seconds
             for ticket in list(self._pending):

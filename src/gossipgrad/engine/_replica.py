@@ -1,4 +1,4 @@
-"""A replica: the user's model and optimizers, what they train, and whether that was changed."""
+"""A replica: the user's model and optimizers, and checks that only the session changes them."""
 
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -22,10 +22,10 @@ _WAY_OUT = (
 
 
 class Replica:
-    """The model and optimizers of one session; knows what was changed behind its back.
+    """The model and optimizers of one session; detects changes outside of it.
 
-    In-place changes are seen by torch's version counters and new storage by its address; writes
-    through `.data` into the same storage are not seen.
+    Detects in-place changes by torch's version counters, and new storage by its address; not writes
+    through `.data` into the same storage.
 
     Args:
         model: The model.
@@ -34,8 +34,8 @@ class Replica:
 
     Attributes:
         trained: The parameters that the optimizers train, by name, as of the last `accept`.
-        version: How many surgeries were applied.
-        surgeries: Those, in their order.
+        version: Number of applied surgeries.
+        surgeries: The applied surgeries, in order.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, door: str) -> None:
@@ -45,11 +45,11 @@ class Replica:
         self.surgeries: list[Surgery] = []
         self.trained: dict[str, nn.Parameter] = {}
         self._claim = Claim(door)
-        self._is_plain = True  # no shards and nothing sparse: most models, in every step
+        self._is_plain = True  # no sharded or sparse parameter: most models
         self._owned: list[tuple[int, bool]] = []
         self._marks: list[tuple[int, int]] = []
         self._loaded: list[str] = []
-        loaded = self._loaded  # so that hooks hold no more than this list
+        loaded = self._loaded  # so that hooks reference only this list
         self._handles = []
         try:
             for optimizer in self.optimizers:
@@ -65,7 +65,7 @@ class Replica:
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Takes the set of trained parameters as it is now.
+        """Accept the current set of trained parameters.
 
         Raises:
             ValueError: A parameter is in another session that must have it alone.
@@ -82,9 +82,9 @@ class Replica:
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Inside, the set of trained parameters is what it is now; that of before on an error.
+        """Use the current set of trained parameters inside; restore the former one on an error.
 
-        Call `accept` once what is written inside is written.
+        Call `accept` after the writes inside.
         """
         before = self.trained, self._is_plain, self._owned, self._marks, list(self._loaded)
         self.accept()
@@ -97,12 +97,12 @@ class Replica:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Remembers the weights' versions after a change of our own."""
+        """Record the weights' versions after a change by the session."""
         self._marks = self._marks_now()
 
     @torch.no_grad()
     def note_mixed(self, mix: Callable[[], None], names: Container[str]) -> None:
-        """Mixes some parameters, and remembers their versions; changes of before stay seen."""
+        """Mix some parameters and record their versions; earlier changes stay detectable."""
         before = self._marks_now()
         mix()
         for place, (name, mark) in enumerate(zip(self.trained, self._marks_now(), strict=True)):
@@ -111,7 +111,7 @@ class Replica:
 
     @torch.no_grad()
     def touched(self) -> list[str]:
-        """Names of parameters that changed since `note`."""
+        """Return the names of parameters that changed since `note`."""
         now = self._marks_now()
         if now == self._marks:
             return []
@@ -119,13 +119,13 @@ class Replica:
         return [name for name, mark, before in marks if mark != before]
 
     def check(self, is_as_sent: Callable[[], bool] = lambda: False) -> None:
-        """Checks that nothing was changed since `note` but by the session.
+        """Check that only the session changed weights since `note`.
 
         Args:
-            is_as_sent: Called if weights were written: whether they still are what they were.
+            is_as_sent: Called if weights were written; returns whether their values are unchanged.
 
         Raises:
-            ReplicaChangedError: If something was; it names what.
+            ReplicaChangedError: If other changes were made; it names them.
         """
         self.check_set()
         names = self.touched()
@@ -137,10 +137,10 @@ class Replica:
             )
 
     def check_set(self) -> None:
-        """Checks that the optimizers still train the same parameters, from the same state.
+        """Check that the optimizers still train the same parameters, from the same state.
 
         Raises:
-            ReplicaChangedError: If not; it names what is new, gone, or was loaded.
+            ReplicaChangedError: If not; it names the differences.
         """
         if self._loaded:
             raise ReplicaChangedError(
@@ -156,11 +156,11 @@ class Replica:
         raise ReplicaChangedError(
             "the parameters that the optimizers train have changed (add_param_group, "
             f"requires_grad): {'; '.join(what) or 'in their order'}. Call session.broadcast_() on "
-            "every rank to go on with the new set"
+            "every rank to continue with the new set"
         )
 
     def apply(self, surgery: Surgery) -> None:
-        """Changes shapes in place, with optimizer state, gradients and buffers; local.
+        """Change shapes in place, with optimizer state, gradients and buffers; local.
 
         Raises:
             ValueError: If it does not fit; nothing is changed then.
@@ -171,24 +171,24 @@ class Replica:
         self.note()
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of parameters and buffers, by name."""
+        """Return the shapes of parameters and buffers by name."""
         model = self.model
         return {n: list(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
 
     def reshard(self) -> None:
-        """Frees full parameters that FSDP2 has gathered and would use again; local.
+        """Free full parameters that FSDP2 has gathered and would reuse; local.
 
         After a forward pass without a backward pass, the root module keeps them for the next one.
-        They are copies: once the shards are written, the next pass must gather anew.
+        They are copies: after the shards are written, the next pass must gather them again.
         """
-        loaded = sys.modules.get("torch.distributed.fsdp")  # its import takes long where unused
+        loaded = sys.modules.get("torch.distributed.fsdp")  # importing it takes long
         if loaded is not None:
             for module in self.model.modules():
                 if isinstance(module, loaded.FSDPModule):
                     module.reshard()
 
     def close(self) -> None:
-        """Removes the hooks, and gives the parameters up."""
+        """Remove the hooks, and release the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -198,7 +198,7 @@ class Replica:
         if self._is_plain:
             return [(p._version, p.data_ptr()) for p in self.trained.values()]
         whole = (local(p) if is_sharded(p) else p for p in self.trained.values())
-        # What is sparse has no address, and no flow takes it.
+        # A sparse tensor has no address, and flows do not support it.
         return [(p._version, p.data_ptr() if p.layout is torch.strided else 0) for p in whole]
 
     def _owned_now(self) -> list[tuple[int, bool]]:

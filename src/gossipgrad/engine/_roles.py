@@ -1,4 +1,4 @@
-"""Which parameters of a model an optimizer of matrices treats, and which are left to AdamW."""
+"""The choice of parameters that an optimizer of matrices updates; AdamW updates the rest."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,25 +21,24 @@ def choose_roles(
     with_head: bool = False,
     argument: str = "matrices",
 ) -> dict[str, str]:
-    """The role of each parameter that is trained, by name; a shared one has its first name.
+    """Return the role of each trained parameter by name; a shared one has its first name.
 
-    `role` goes to matrices, and to the kernels of convolutions flattened to one row an output,
-    unless they belong to an embedding, or to the head: the last linear layer, where there are
-    matrices before it, and no earlier block has one of that name and shape. Everything else is
-    AdamW's: vectors, scalars, and tensors of more dimensions that no convolution owns (positional
-    embeddings, stacked experts).
+    `role` goes to matrices, and to the kernels of convolutions, flattened to one row per output,
+    unless they belong to an embedding or to the head. The head is the last linear layer, if there
+    are matrices before it, and no earlier block has one of that name and shape. AdamW updates
+    everything else: vectors, scalars, and tensors of more dimensions that belong to no convolution
+    (positional embeddings, stacked experts).
 
     Args:
         model: The model.
-        role: Of matrices.
-        matrices: Patterns of names, such as `"blocks.*.experts"`, that have `role` whatever they
-            are.
-        adamw: Patterns of names that are AdamW's, whatever they are.
+        role: The role of matrices.
+        matrices: Patterns of names, such as `"blocks.*.experts"`, that always get `role`.
+        adamw: Patterns of names that AdamW always updates.
         with_head: Whether the head counts as a matrix, unless it is tied to an embedding.
-        argument: What the caller's users know `matrices` as, for messages.
+        argument: The public name of `matrices`, for messages.
 
     Raises:
-        ValueError: A pattern fits no parameter, two fit one, or a vector would have `role`.
+        ValueError: A pattern fits no parameter, two fit one, or a vector would get `role`.
     """
     roles: dict[str, str] = {}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -74,7 +73,7 @@ def choose_roles(
 
 
 def _head(model: nn.Module) -> Tensor | None:
-    """The weight of the last linear layer, unless it belongs to the last of a row of blocks."""
+    """Return the last linear layer's weight, unless it belongs to a repeated block."""
     linear = [
         (re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), module.weight)
         for name, module in model.named_modules()

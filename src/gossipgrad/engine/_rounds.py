@@ -1,4 +1,4 @@
-"""Rounds: opening one sends snapshots to the partner, closing it mixes what came back."""
+"""Rounds: opening one sends snapshots to the partner, closing it mixes the received parts."""
 
 import logging
 import math
@@ -22,42 +22,42 @@ __all__ = ["COLLECTIVE_SECONDS", "PairDistance", "Rounds"]
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_SECONDS = 300.0  # in a collective, which all have entered: for what is in flight
-_LAST_ROUNDS, _MANY_VOID = 50, 26  # void rounds are many if so many lie among so many
-_MOSTLY_VOID_SECONDS = 5.0  # before it is said: evaluations of others take a while
-_MOST_NAMED = 1024  # of the rounds jumped over, partners of the last are notified
+COLLECTIVE_SECONDS = 300.0  # in a collective that all have entered, for parts in flight
+_LAST_ROUNDS, _MANY_VOID = 50, 26  # warn if so many of so many rounds are void
+_MOSTLY_VOID_SECONDS = 5.0  # before the warning: evaluations of others take a while
+_MOST_NAMED = 1024  # of rounds jumped over, only the last partners are notified
 
-_COUNTS = (  # each saved and loaded under its own name
+_COUNTS = (  # saved and loaded under these names
     *("closed_rounds", "late_rounds", "void_rounds"),
     *("exposed_seconds", "mixing_seconds"),
 )
 _LINK_COUNTS = ("bytes_sent", "bytes_received", "refused")
 
 FlowsOf = Callable[[int], Sequence[Flow]]
-"""The flows that are due in a round."""
+"""Returns the flows that are due in a round."""
 
 
 class PairDistance:
-    """Squared distances to the partners of the last period; an estimate that costs no traffic."""
+    """Squared distances to the partners of the last period; an estimate without traffic."""
 
     def __init__(self) -> None:
         self._rounds: list[Sequence[Tensor]] = []
 
     def note(self, squares: Sequence[Tensor], period: int) -> None:
-        """Adds the parts of a round's square, if there are any; a period has so many rounds."""
+        """Add the parts of a round's square, if any; keep those of the last `period` rounds."""
         if squares:
             self._rounds = [*self._rounds, squares][-period:]
 
     def state_dict(self) -> list[list[float]]:
-        """The squares as numbers, a list a round."""
+        """Return the squares as numbers, one list per round."""
         return [[float(square) for square in round] for round in self._rounds]
 
     def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._rounds = [[torch.tensor(s, dtype=torch.float64) for s in r] for r in state]
 
     def estimate(self, world_size: int) -> float | None:
-        """Root mean square distance of replicas to their mean, from those pairs; None before any.
+        """Estimate the root mean square distance of replicas to their mean; None before any pair.
 
         `|x_i - x_j|^2` of independent replicas is `2 p / (p - 1)` times that square.
         """
@@ -69,27 +69,27 @@ class PairDistance:
 
 
 class Rounds:
-    """The rounds of one session: which is next, what is in flight, what was late, what it cost.
+    """The rounds of one session: the next one, transfers in flight, late ones, and counters.
 
     All flows of a round share one partner. Nothing here is a collective, and no call raises for a
-    late, dead or departed partner: the outcome is counted and training goes on.
+    late, dead or departed partner: the outcome is counted and training continues.
 
     Args:
-        channel: Where exchanges are posted.
-        schedule: Who meets whom in which round.
+        channel: Exchanges are posted on it.
+        schedule: The partners of each round.
         deadlines: How long closing a round waits for each partner.
-        recorder: Gets the spans, if there is one.
+        recorder: Gets the spans, if not None.
 
     Attributes:
-        next_round: The next one to be opened.
-        closed_rounds: How many are over.
-        patience: For waits in vain of one step.
+        next_round: The next round to be opened.
+        closed_rounds: Number of closed rounds.
+        patience: Limits the unsuccessful waits of one step.
         late_rounds: Rounds whose parts had not arrived when they were due.
-        void_rounds: Rounds that one of the two ends gave up before it sent its part.
+        void_rounds: Rounds that one of the two ends voided before it sent its part.
         outcomes: How exchanges ended, counted by bucket.
         exposed_seconds: Time that steps were blocked on partners.
         mixing_seconds: Time spent on snapshots and mixing.
-        pair_distance: To the partners of the last period.
+        pair_distance: Distances to the partners of the last period.
     """
 
     def __init__(
@@ -115,24 +115,26 @@ class Rounds:
         self._sent = RoundBefore()
         self._open: list[Transfer] = []
         self._late: list[Transfer] = []
-        self._early_squares: list[Tensor] = []  # of buckets mixed ahead of `close`
+        self._early_squares: list[Tensor] = []  # of buckets mixed before `close`
         self._last_void = self._last_late = -1
         self._voids: deque[int] = deque(maxlen=_MANY_VOID)
-        self._rarely_void_seconds = time.perf_counter()  # when last; infinite: has warned
-        self._before = dict.fromkeys(_LINK_COUNTS, 0)  # of a run that is resumed
+        self._rarely_void_seconds = (
+            time.perf_counter()
+        )  # time of the last such; infinite after the warning
+        self._before = dict.fromkeys(_LINK_COUNTS, 0)  # counts of the run before a resume
 
     def count(self, name: str) -> int:
-        """`"bytes_sent"`, `"bytes_received"` or `"refused"` of the channel, before a resume too."""
+        """Return `"bytes_sent"`, `"bytes_received"` or `"refused"` since the run's start."""
         return self._before[name] + getattr(self.channel, name)
 
     @property
     def partners(self) -> Peers:
-        """Whom this rank meets in the next round."""
+        """This rank's partners in the next round."""
         return self.schedule.peers(self.next_round, self._rank)
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
-        """What was sent and is not mixed, of the open round and late ones."""
+        """Transfers that were sent and are not mixed, of the open round and late ones."""
         return [*self._late, *self._open]
 
     @property
@@ -142,19 +144,19 @@ class Rounds:
 
     @property
     def longest_wait_seconds(self) -> float:
-        """How long a step may still wait for what is worth nothing later, a gradient."""
+        """How long a step may still wait for a gradient, which is useless later."""
         return self.patience.left(self._deadlines.ceiling_seconds)
 
     def position(self, steps: int, every: int) -> int:
-        """How far the run has come, in steps, for a rank that has made `steps`."""
+        """Return the run's position in steps, for a rank that has made `steps`."""
         return steps
 
     def begin(self, flows: Sequence[Flow], *, frees_late: bool = False) -> list[Transfer]:
-        """A transfer a flow to the next round's partner, with nothing sent yet.
+        """Create one transfer per flow to the next round's partner, without sending.
 
-        None at all if this rank sits out, or cannot have a snapshot of every flow: the round is
-        void then, as a whole, and the partner is notified. With `frees_late`, snapshots that late
-        rounds hold are freed before that: what has arrived of them is mixed, the oldest given up.
+        Return an empty list if this rank sits out, or cannot get a snapshot of every flow: the
+        whole round is then void, and the partner is notified. `frees_late` first frees snapshots of
+        late rounds: parts that have arrived are mixed, the oldest round is cancelled.
         """
         wait = self._deadlines.of(self.partners.send_to)
         transfers = self._begin(flows, wait)
@@ -175,16 +177,16 @@ class Rounds:
         return []
 
     def open(self, flows: Sequence[Flow]) -> None:
-        """Snapshots the flows and sends them to the next round's partner."""
+        """Take snapshots of the flows and send them to the next round's partner."""
         start = time.perf_counter()
         transfers, round = self.begin(flows, frees_late=True), self.next_round
         self.send(transfers)
         self._spent("snapshot", start, round=round)
 
     def send(self, transfers: Sequence[Transfer]) -> None:
-        """Sends the next round: all of it or nothing, also when Ctrl-C interrupts it.
+        """Send the next round completely or not at all, even when Ctrl-C interrupts it.
 
-        What was sent is in flight then. If that is nothing, the partner is notified.
+        Afterwards the sent transfers are in flight. If there are none, the partner is notified.
         """
         try:
             for transfer in transfers:
@@ -202,17 +204,17 @@ class Rounds:
             self._take_on([transfer for transfer in transfers if transfer.exchanges])
 
     def close(self) -> None:
-        """Mixes what the partner sent, waiting for it; a round that sat out closes all the same."""
+        """Wait for the partner's parts and mix them; also closes a round that this rank sat out."""
         self.drain()
         self.closed_rounds += 1
 
     def advance(self, flows_of: FlowsOf) -> None:
-        """Closes the round and opens the next.
+        """Close the round and open the next.
 
-        A bucket is copied as soon as the one before it is mixed, and sent when all are: earlier it
-        would share the partner's link with what that one still expects of this round.
+        A bucket is copied after the one before it is mixed, and sent after all are mixed: earlier
+        it would share the partner's link with the rest of this round.
 
-        Closed first and opened then if the next partner is late already, or no snapshot is free.
+        Closes before it opens if the next partner is already late, or no snapshot is free.
         """
         following = self._following(flows_of(self.next_round))
         exposed = self.exposed_seconds
@@ -233,9 +235,9 @@ class Rounds:
         self._spent("snapshot", start, round=self.next_round - 1)
 
     def mix_early(self, flow: Flow, place: int) -> bool:
-        """Mixes one bucket of the open round ahead of `close`, waiting for it as that would.
+        """Mix one bucket of the open round before `close`, with the same wait.
 
-        False if it is late: it is left to `close` then.
+        Return False if it is late; `close` then mixes it.
         """
         is_in_time = True
         for transfer in self._open:
@@ -252,11 +254,11 @@ class Rounds:
         wait_seconds: float | None = None,
         following: Mapping[Flow, Transfer] | None = None,
     ) -> None:
-        """Mixes whatever is in flight.
+        """Mix everything in flight.
 
-        Waits for it `wait_seconds`. For None, as a step does: for the parts of the open round up to
-        their deadlines, for those that are late already not at all. A bucket of a `following`
-        transfer is copied once the one before it is dealt with.
+        Waits `wait_seconds` for it. None: as in a step, wait for the open round up to its
+        deadlines, and not for parts that are late already. A bucket of a `following` transfer is
+        copied after the one before it is done.
         """
         squares, self._early_squares = self._early_squares, []
         now = time.perf_counter()
@@ -265,7 +267,7 @@ class Rounds:
             transfer: self._deadline(transfer) if wait_seconds is None else now + wait_seconds
             for transfer in self._open
         }
-        # One leaves the list when it is dealt with, so that an interrupt loses none.
+        # A transfer leaves the list when it is done, so that an interrupt loses none.
         while self._open:
             deadline = deadlines[self._open[0]]
             if not self._finish(self._open[0], deadline, squares, following):
@@ -274,9 +276,9 @@ class Rounds:
         self.pair_distance.note(squares, self.schedule.period)
 
     def catch_up(self, *, closes: bool) -> None:
-        """Mixes what is late, waiting for it as a step would, and gives up what is late still.
+        """Mix late parts, waiting as in a step, and cancel those that are still late.
 
-        The open round stays open, unless this `closes` it, too.
+        The open round stays open unless `closes`.
         """
         if closes:
             self.drain()
@@ -288,19 +290,19 @@ class Rounds:
             self._give_up_oldest()
 
     def jump(self, to_round: int) -> None:
-        """Voids the rounds up to a later one, which is the next then, and notifies partners."""
+        """Void rounds up to `to_round`, which is then the next, and notify partners."""
         if to_round <= self.next_round:
             return
         named = range(max(self.next_round, to_round - _MOST_NAMED), to_round)
         last = {self.schedule.peers(round, self._rank).send_to: round for round in named}
-        for partner, round in last.items():  # which stands for those before it
+        for partner, round in last.items():  # the last one implies those before it
             self.channel.void(round, partner)
         self.outcomes[Outcome.VOID] += to_round - self.next_round
         self.void_rounds += to_round - self.next_round
         self.next_round = to_round
 
     def stop(self, wait_seconds: float, linger_seconds: float) -> None:
-        """Ends the rounds: mixes what arrives within `wait_seconds`, then closes the channel."""
+        """End the rounds: mix parts that arrive within `wait_seconds`, then close the channel."""
         try:
             if wait_seconds > 0:
                 self.drain(wait_seconds)
@@ -310,23 +312,23 @@ class Rounds:
             self.channel.close(linger_seconds)
 
     def cancel(self) -> None:
-        """Gives up whatever is in flight, waiting for nothing."""
+        """Cancel everything in flight without waiting."""
         for transfer in self.in_flight:
             transfer.cancel()
         self._open, self._late = [], []
 
     def void(self, round: int, peers: Peers) -> None:
-        """Gives a round up before anything of it was sent, and notifies the partner."""
+        """Void a round before any part of it was sent, and notify the partner."""
         self.channel.void(round, peers.send_to)
         self.outcomes[Outcome.VOID] += 1
         self._note_void(round)
 
     def weight(self, transfer: Transfer) -> float:
-        """How much of the delta this rank adds."""
+        """Return the weight of a transfer's deltas."""
         return self.schedule.weight(transfer.round, self._rank, default=0.5)
 
     def receive(self, transfer: Transfer, place: int, deadline: float) -> Outcome:
-        """Waits for one bucket until `deadline`; counts and records how that ended."""
+        """Wait for one bucket until `deadline`; count and record the outcome."""
         exchange = transfer.exchanges[place]
         start = time.perf_counter()
         outcome = transfer.wait(place, deadline)
@@ -345,20 +347,20 @@ class Rounds:
         return outcome
 
     def mix(self, transfer: Transfer, place: int, delta: Delta | None) -> None:
-        """Adds a delta to its bucket, if there is one; the bucket is finished then."""
+        """Add a delta, if not None, to its bucket, and finish the bucket."""
         if delta is None:
             transfer.finished.add(place)
             return
         start = time.perf_counter()
-        # Right before: an interrupt that arrives while torch adds is raised when it has added.
+        # Right before: an interrupt that arrives while torch adds is raised afterwards.
         transfer.finished.add(place)
         transfer.flow.buckets[place].add(delta, self.weight(transfer))
         transfer.forget(place)
         self._spent("mix", start, round=transfer.round, bucket=place)
 
     def state_dict(self) -> dict[str, Any]:
-        """What rounds have counted, as plain values; the open one is not sent yet."""
-        sent_bytes = arrived_bytes = 0  # of the open round: they travel again after a resume
+        """Return the counters as plain values, as if the open round were not sent yet."""
+        sent_bytes = arrived_bytes = 0  # of the open round, which is sent again after a resume
         for transfer in self._open:
             for place, exchange in transfer.exchanges.items():
                 size_bytes = transfer.flow.parts[place].size_bytes
@@ -379,7 +381,7 @@ class Rounds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned; nothing is in flight, all ranks do it."""
+        """Load the result of `state_dict`; on all ranks, with nothing in flight."""
         for name in _COUNTS:
             setattr(self, name, state[name])
         self.outcomes = Counter({Outcome(name): n for name, n in state["outcomes"].items()})
@@ -396,7 +398,7 @@ class Rounds:
         *,
         again: bool = False,
     ) -> bool:
-        """Mixes what has arrived of a transfer; whether that was all of it."""
+        """Mix the arrived parts of a transfer; return whether it is complete."""
         next_transfer = None if following is None else following.get(transfer.flow)
         for place in sorted(transfer.exchanges):
             if place in transfer.finished:
@@ -404,7 +406,7 @@ class Rounds:
             if self.receive(transfer, place, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
             else:
-                # A link's exchanges count in order.
+                # Exchanges of a link count in order.
                 for late in earlier_of_partner(transfer, self._late):
                     if self._finish(late, 0.0, squares, again=True):
                         self._late.remove(late)
@@ -421,7 +423,7 @@ class Rounds:
             self.late_rounds += transfer.round != self._last_late
             self._last_late = transfer.round
             logger.warning(
-                "rank %d: rank %s is too late in round %d; going on without it",
+                "rank %d: rank %s is too late in round %d; continuing without it",
                 self._rank,
                 transfer.peers.recv_from,
                 transfer.round,
@@ -435,7 +437,7 @@ class Rounds:
         self.mix(transfer, place, delta)
 
     def _begin(self, flows: Sequence[Flow], timeout_seconds: float) -> list[Transfer] | None:
-        """A transfer a flow, none at all if this rank sits out; None for want of a snapshot."""
+        """Create one transfer per flow; [] if this rank sits out, None without a free snapshot."""
         peers = self.partners
         if peers.send_to is None and peers.recv_from is None:
             return []
@@ -457,44 +459,44 @@ class Rounds:
         return transfers
 
     def _following(self, flows: Sequence[Flow]) -> dict[Flow, Transfer] | None:
-        """Transfers of the next round beside those in flight, if that can be without waiting."""
+        """Create the next round's transfers early, if that is possible without waiting."""
         if self.partners.recv_from in {t.peers.recv_from for t in self.in_flight}:
             return None
         transfers = self._begin(flows, 0.0)
         return None if transfers is None else {t.flow: t for t in transfers}
 
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
-        """Looks after the transfers of the round that was just sent."""
+        """Track the transfers of the round that was just sent."""
         self._open.extend(transfers)
         self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
         self._listener.expect(transfers)
 
     def _deadline(self, transfer: Transfer) -> float:
-        """Until when a step waits for the parts of a transfer, if it starts to wait now."""
+        """Return the deadline for the parts of a transfer, for a wait that starts now."""
         wait = self._deadlines.of(transfer.peers.recv_from)
         return time.perf_counter() + self.patience.left(wait)
 
     def _mix_late(self, squares: list[Tensor], deadline: float) -> None:
-        """Mixes what has arrived of late transfers since, or arrives until `deadline`."""
+        """Mix parts of late transfers that have arrived, or arrive until `deadline`."""
         self.channel.poll()
         for transfer in list(self._late):
             if transfer in self._late and self._finish(transfer, deadline, squares, again=True):
                 self._late.remove(transfer)
 
     def _give_up_oldest(self) -> None:
-        """Frees the snapshot of the oldest late round: a late partner must not stop the rest."""
+        """Free the snapshot of the oldest late round: a late partner must not block the rest."""
         transfer = self._late.pop(0)
         transfer.cancel()
         logger.warning(
-            "rank %d: gave up round %d with rank %s, which is late; the mean over ranks may shift "
-            "by what it mixes alone",
+            "rank %d: gave up round %d with rank %s, which is late; the mean may shift "
+            "by the part that only the partner mixes",
             self._rank,
             transfer.round,
             transfer.peers.recv_from,
         )
 
     def _note_void(self, round: int) -> None:
-        """Counts a void round, once for all its flows and buckets; warns once if most are."""
+        """Count a void round, once for all its flows and buckets; warn once if most are void."""
         if round == self._last_void:
             return
         self.void_rounds += 1

@@ -1,4 +1,4 @@
-"""What happens as state is taken or loaded: it is made whole before, or warned of."""
+"""Hooks on saving and loading: complete the state before, or warn."""
 
 import warnings
 import weakref
@@ -39,9 +39,9 @@ def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
 def watch_states(
     model: nn.Module, optimizers: Sequence[Optimizer], wait: Callable[[], None]
 ) -> list[RemovableHandle]:
-    """Calls `wait`, a method, before state of a model is loaded, and of optimizers also taken.
+    """Call the method `wait` before model state is loaded, and optimizer state loaded or saved.
 
-    So nothing that is in flight is mixed into what was loaded.
+    So parts in flight are never mixed into loaded state.
     """
     hook = _Hook(wait)
     loads = [each.register_load_state_dict_pre_hook(hook) for each in (model, *optimizers)]
@@ -49,17 +49,17 @@ def watch_states(
 
 
 def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> RemovableHandle:
-    """Calls `differs` as the state of the model is taken, and warns once if it is true.
+    """Call `differs` when the model's state is saved, and warn once if it returns True.
 
-    Saved by rank 0 alone, or by `torch.distributed.checkpoint`, which keeps one of several equal
-    keys, such a state loses the other replicas without a word. `differs` is a method, whose object
-    the model does not keep alive. Copies of the model, pickled ones too, do not warn.
+    A state saved by rank 0 alone, or by `torch.distributed.checkpoint`, which keeps one of several
+    equal keys, silently loses the other replicas. `differs` is a method; the model does not keep
+    its object alive. Copies of the model, including pickled ones, do not warn.
     """
     return model.register_state_dict_pre_hook(_Hook(differs))
 
 
 class _Hook:
-    """The hook; a copy of it, pickled or not, says nothing."""
+    """The hook; a copy of it does nothing."""
 
     def __init__(self, differs: Callable[[], object] | None = None) -> None:
         self._differs = None if differs is None else weakref.WeakMethod(differs)
@@ -70,7 +70,7 @@ class _Hook:
         if differs is not None and differs() and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "state_dict() of one replica, and replicas may differ: saved, it loses what the "
+                "state_dict() of one replica, and replicas may differ: saving it loses what the "
                 "others have learned. Take it inside `with session.consensus():`, which shows the "
                 "average of all. (Right as it is if each rank saves its own, under its own name.)",
                 stacklevel=3,

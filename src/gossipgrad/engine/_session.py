@@ -1,4 +1,4 @@
-"""The base of every family's session: hangs on the user's model and optimizers."""
+"""The base of every family's session, attached to the user's model and optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,42 +45,42 @@ __all__ = ["Session"]
 
 S = TypeVar("S", bound="Session")
 
-_CLOSE_SECONDS = 10.0  # how long a normal close waits for what is in flight and has to leave
+_CLOSE_SECONDS = 10.0  # how long a normal close waits for parts in flight and for sending
 
 
 class Session:
-    """Trains one replica of several behind the user's own loop; the base of each family's session.
+    """Trains one of several replicas inside the user's own loop; the base of all sessions.
 
-    A family says which tensors travel, as flows, and in which phase of a step; the session brings
-    them to the partner of the round and back. `close()` it, or use it in a `with` statement.
+    A family defines the tensors to exchange, as flows, and their phase of a step; the session
+    exchanges them with the partner of the round. `close()` it, or use it in a `with` statement.
     Leaving the context by an exception closes without waiting.
 
     Args:
         replica: The user's model and optimizers.
-        settings: Of the rounds.
-        group: Where collectives run; closes with the session.
-        transport: Makes the links, from the group and the largest payload in bytes; for flows.
+        settings: The settings of rounds.
+        group: Runs collectives; closes with the session.
+        transport: Creates the links of flows, from the group and the largest payload in bytes.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         recorder: Gets spans of time.
-        heartbeats: How ranks watch over each other; None: the membership never changes.
+        heartbeats: How ranks watch each other; None: the membership never changes.
 
     Attributes:
         group: Private collectives among the living ranks of this session.
-        schedule: Who meets whom in which round, while all ranks live.
+        schedule: The partners of each round while all ranks live.
         replica: The user's model and optimizers.
-        settings: Of the rounds.
-        joined_with: What `carry` of the donor returned, where this rank has joined; else None.
-        joined_from: Which rank the donor was.
+        settings: The settings of rounds.
+        joined_with: For a joiner the donor's `carry`, otherwise None.
+        joined_from: The donor's rank.
     """
 
     door: ClassVar[str] = "gossip"
-    """The function that makes such a session, for messages."""
+    """The function that creates such a session, for messages."""
     unknown_scaler_harm: ClassVar[str] = (
         "a step that the scaler skips will leave this rank's partner waiting"
     )
-    """What happens where a scaler was not given to it, for a warning."""
+    """The consequence of a scaler that was not passed, for a warning."""
     counts_skipped_steps: ClassVar[bool] = True
-    """Whether a step that the scaler leaves out is one of the session all the same."""
+    """Whether a step that the scaler skips counts as a step of the session."""
 
     can_resize: bool = True
     """Whether `apply_()` can change shapes in it."""
@@ -152,82 +152,83 @@ class Session:
             raise
 
     def _make_flows(self) -> list[Flow]:
-        """What travels, in the order of the buckets in the channel's plan; for families.
+        """Create the flows, in the order of the buckets in the channel's plan; for families.
 
-        Called again after `broadcast_()` and `apply_()`. Flows must not hold the session: what is
-        in flight keeps them, and a session that no one holds any more ends.
+        Called again after `broadcast_()` and `apply_()`. Flows must not reference the session:
+        transfers in flight keep flows alive, and a session that is no longer referenced must end.
         """
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Begins to train, at the start and after `broadcast_()`; for families."""
+        """Called at the start of training and after `broadcast_()`; for families."""
         self._run.begin()
 
     def _after_update(self) -> None:
-        """Called when the optimizers have stepped, before anything is mixed; for families."""
+        """Called after the optimizers stepped, before anything is mixed; for families."""
 
     def _family_state(self) -> dict[str, Any]:
-        """What a family adds to a state: tensors and plain values."""
+        """Return a family's part of the state: tensors and plain values."""
         return {}
 
     def _load_family_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `_family_state` returned."""
+        """Load the result of `_family_state`."""
 
     # -- what a user calls ------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This rank; at least `world_size` if it has joined."""
+        """This rank; at least `world_size` for a joiner."""
         return self.group.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks took part at the start."""
+        """The number of ranks at the start."""
         return self.group.world_size
 
     @property
     def membership(self) -> Membership:
-        """Who lives in the generation that this rank trains in, who was lost, and who joined."""
+        """The living, lost and joined ranks of the generation that this rank trains in."""
         return self._members.current
 
     @property
     def unreachable(self) -> dict[int, str]:
-        """Members whose links ended while the rendezvous store cannot be asked, and why.
+        """Members whose links ended while the rendezvous store cannot be reached, and why.
 
-        `"left"` for those that left in order. They are in `membership` still.
+        `"left"` for members that closed their sessions. They are still in `membership`.
         """
         return self._members.unreachable(self._rounds)
 
     @property
     def position(self) -> int:
-        """Steps that the run has made; no communication.
+        """The run's steps; no communication.
 
-        This rank's own, but in mode stale those of all rounds, jumped over or not: a slow rank is
-        where the others are, in fewer steps. One that has joined goes on where the others are, and
-        is there again after its first step. Let learning rates and ends of training go by it.
+        These are this rank's own steps. In mode stale they are those of all rounds, including
+        rounds jumped over: a slow rank reaches the others' position in fewer steps. A joiner
+        continues at the others' position, and reaches it again after its first step. Use it for
+        learning rate schedules and the end of training.
         """
         return self._run.position
 
     @property
     def flows(self) -> list[Flow]:
-        """What travels."""
+        """The flows of the session."""
         return self._run.flows
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the exact average of the living replicas; outside, as it was.
+        """Set the model to the exact average of the living replicas inside, and restore it after.
 
-        A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
-        averaged too; parameters that no optimizer trains stay as they are. Training is not
-        disturbed: what is in flight counts in the average and is mixed when its time comes, so a
-        run with evaluations equals one without, bit for bit. Ranks may call it after unequal step
-        counts; partners that are ahead do not wait.
+        Entering is a collective, leaving is local. Floating buffers (BatchNorm's statistics) are
+        averaged too; parameters that no optimizer trains stay unchanged. Training is not disturbed:
+        deltas in flight count in the average and are mixed later as usual, so a run with
+        evaluations equals one without, bit for bit. Ranks may call it after unequal step counts;
+        partners that are ahead do not wait.
 
         Raises:
-            GossipError: If a member is lost in the middle (call again), or has gone and the
-                store cannot be asked, or there are no heartbeats; or inside another; or if all
-                others closed their sessions while this rank waited for them. The model is
-                unchanged then.
+            GossipError: If a member is lost in the middle (call again), or is gone while the store
+                cannot be reached or without heartbeats; or inside another `consensus()`; or if all
+                others closed their sessions while this rank waited for them. The model is then
+                unchanged.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
         self._check_ready("consensus")
@@ -250,7 +251,7 @@ class Session:
                 self.replica.note()
 
     def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
-        """The `state_dict()` of the consensus, on one rank: what to save.
+        """Return the `state_dict()` of the consensus on one rank, to save it.
 
         A collective that all ranks call, without any `if`::
 
@@ -261,10 +262,10 @@ class Session:
         Training is not disturbed, as by `consensus()`.
 
         Args:
-            dst: The rank that gets it; where that is no member any more, the lowest that lives.
+            dst: The rank that gets it; if it is no longer a member, the lowest living rank.
 
         Returns:
-            Copies in host memory, of sharded tensors where they are; None on other ranks.
+            Copies in host memory, of sharded tensors on their device; None on other ranks.
 
         Raises:
             ValueError: There never was such a rank.
@@ -273,12 +274,12 @@ class Session:
         return state_on_one(self, dst)
 
     def average_(self) -> None:
-        """Makes the living replicas the exact average, optimizer state too if it travels.
+        """Set all living replicas to their exact average, with optimizer state if it is exchanged.
 
-        A collective. What is in flight is mixed first.
+        A collective. Parts in flight are mixed first.
 
         Raises:
-            GossipError: As `consensus()`; what was in flight may be mixed then.
+            GossipError: As `consensus()`; parts in flight may have been mixed.
         """
         self._check_ready("average_")
         self._averaging.enter_collective("average", self._pending_change())
@@ -290,7 +291,7 @@ class Session:
         self._run.begin()
 
     def consensus_distance(self) -> float:
-        """Root mean square over ranks of the distance between weights and their mean, now.
+        """Return the root mean square over ranks of the distance of weights to their mean.
 
         A collective; changes nothing.
 
@@ -304,19 +305,19 @@ class Session:
         return self._averaging.last_distance
 
     def disagreement(self, batch: Tensor) -> float:
-        """How far the living replicas' predictions for one batch are apart, now.
+        """Return the distance between the living replicas' predictions for one batch.
 
         The Jensen-Shannon distance of their softmax outputs: the square root of the divergence
         `entropy(mean of p) - mean of entropy(p)` over replicas, in nats, of each row, and the mean
-        of these over the rows. 0 for equal predictions, at most `sqrt(log(world_size))`. Weights
-        may be far apart and predict the same; this sees what they predict.
+        of these over the rows. 0 for equal predictions, at most `sqrt(log(world_size))`. Replicas
+        with distant weights may predict the same; this compares their predictions.
 
-        A collective; changes nothing: the model is in eval mode meanwhile, without gradients, and
-        random numbers go on as before.
+        A collective; changes nothing: the model runs in eval mode without gradients, and the random
+        state is restored.
 
         Args:
-            batch: What the model takes, the same on every rank, on the model's device. A few
-                hundred rows do; probabilities of all of them are averaged over the ranks in fp64.
+            batch: The model's input, the same on every rank, on the model's device. A few hundred
+                rows suffice; probabilities of all of them are averaged over the ranks in fp64.
 
         Returns:
             The same on every rank.
@@ -326,23 +327,23 @@ class Session:
             GossipError: As `consensus()`.
 
         References:
-            Koneputugodage et al., Factored Gossip DiLoCo, arXiv:2606.22768, which watches replicas
-            by this distance. Deviation: theirs may be of pairs; this is of all ranks together.
+            Koneputugodage et al., Factored Gossip DiLoCo, arXiv:2606.22768, which monitors replicas
+            by this distance. Deviation: theirs may be of pairs; this one is of all ranks.
         """
         self._check_ready("disagreement")
         return measure_disagreement(self.replica, self._averaging, batch)
 
     def broadcast_(self) -> None:
-        """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
+        """Overwrite every replica with that of rank 0: parameters, buffers and optimizer state.
 
         A collective, for after `load_state_dict`, re-initialisation or `add_param_group` in the
-        middle of a session: the set of trained parameters is taken anew, and checked to be the
-        same on all ranks. What was in flight is given up.
+        middle of a session: the set of trained parameters is read again, and checked to be the same
+        on all ranks. Exchanges in flight are cancelled.
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
-            GossipError: As `consensus()`; replicas may be half broadcast then, so call it again. Or
-                a single row of a new parameter is larger than the links of this session foresee.
+            GossipError: As `consensus()`; replicas may then be partly overwritten, so call it
+                again. Or a single row of a new parameter is larger than the session's links allow.
         """
         self._check_ready("broadcast_")
         self._averaging.enter_collective("broadcast")
@@ -353,7 +354,7 @@ class Session:
             self._run.use(flows)
             if self._rounds is not None:
                 broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
-                self.group.barrier()  # no rank sends by the new plan before all have it
+                self.group.barrier()  # no rank sends by the new plan until all have it
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
@@ -361,11 +362,11 @@ class Session:
         self._begin()
 
     def apply_(self, surgery: Surgery) -> None:
-        """Removes rows or columns of parameters in place, on all ranks; a collective.
+        """Remove rows or columns of parameters in place, on all ranks; a collective.
 
         All ranks pass an equal surgery: it is linear, so it commutes with averaging, and replicas
-        need not be equal. What is in flight is mixed first; messages are smaller from the next
-        round on. When a rank is lost in the middle, the others go on with it.
+        need not be equal. Parts in flight are mixed first; messages are smaller from the next round
+        on. When a rank is lost in the middle, the others complete the surgery.
 
         Raises:
             ValueError: If it does not fit; nothing is changed then.
@@ -384,24 +385,24 @@ class Session:
         self._run.begin()
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
-        """Makes tensors that are no part of the replica their mean over the living ranks, in place.
+        """Replace tensors outside of the replica by their mean over the living ranks, in place.
 
-        A collective, for what a family measures; all ranks pass as many, of equal shapes.
+        A collective, for a family's measurements; all ranks pass as many, of equal shapes.
 
         Raises:
-            GossipError: As `consensus()`; the tensors may be means in part then.
+            GossipError: As `consensus()`; some of the tensors may then be means.
         """
         self._check_ready("mean_")
         self._averaging.mean_(tensors)
 
     def accept_changes(self) -> None:
-        """Says that weights of this rank were written on purpose and goes on from there; local.
+        """Accept that this rank's weights were written on purpose, and continue with them; local.
 
-        The change is mixed into the others like any update.
+        The change reaches the others like any update.
 
         Raises:
             ReplicaChangedError: If the set of trained parameters has changed, or the optimizer was
-                loaded: only `broadcast_()` can take that in.
+                loaded: only `broadcast_()` can apply that.
         """
         self.replica.check_set()
         touched = set(self.replica.touched())
@@ -410,9 +411,10 @@ class Session:
         self.replica.note()
 
     def synchronize(self) -> None:
-        """Mixes the gradients of this round with the partner's now, so that they can be clipped.
+        """Mix the gradients of this round with the partner's now, so that they can be clipped.
 
-        For payloads with gradients: `optimizer.step()` does it otherwise. Nothing to do for others.
+        For payloads with gradients; otherwise `optimizer.step()` does it. No effect for other
+        payloads.
 
         Raises:
             GossipError: If a gradient was written after it was sent.
@@ -420,19 +422,19 @@ class Session:
         self._run.mix_gradients()
 
     def wait(self) -> None:
-        """Mixes what the last step has sent, so that weights may be read by hand; local.
+        """Mix the exchange of the last step, so that weights can be read directly; local.
 
-        In mode sync the exchange hides behind the next forward pass: each layer is mixed as a
-        module is about to read it. Whatever reads weights otherwise between two steps, such as an
-        average of them kept by hand, calls this first. The session's own methods do, and so do
-        `state_dict()` and `load_state_dict()` of model and optimizers. Waits for the partner as a
-        step does; nothing to do in other modes.
+        In mode sync the exchange hides behind the next forward pass: each layer is mixed when a
+        module is about to read it. Call this before other code reads weights between two steps,
+        such as an average of them. The session's own methods call it, and so do `state_dict()` and
+        `load_state_dict()` of model and optimizers. Waits for the partner as a step does; no effect
+        in other modes.
         """
         self._run.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes inside are not sent; for gradient accumulation.
+        """Do not send gradients of backward passes inside; for gradient accumulation.
 
         Only payloads with gradients and `update="in-backward"` need it: weights are updated and
         sent at `optimizer.step()` otherwise.
@@ -447,11 +449,11 @@ class Session:
             self._arm()
 
     def agree(self, value: Any) -> list[Any]:
-        """What every living rank passes, in the order of their numbers; a collective.
+        """Return every living rank's value, in rank order; a collective.
 
-        For what is to be agreed before states are saved or loaded, such as the step. Values are
-        numbers, text, None, and lists and dicts of these. It waits as `consensus()` does, and for a
-        rank that has to do its last collective again.
+        For agreements before states are saved or loaded, such as the step. Values are numbers,
+        text, None, and lists and dicts of these. It waits as `consensus()` does, and for a rank
+        that has to retry its last collective.
 
         Raises:
             GossipError: If a member is lost in the middle (call again), or the ranks call different
@@ -461,36 +463,36 @@ class Session:
         return self._averaging.agree(value)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
-        """All that this rank needs to go on, at a boundary of rounds; nothing in flight is saved.
+        """Return this rank's whole state at a round boundary; nothing in flight is saved.
 
-        Call it between two steps, on every rank after equally many, and save each rank's under its
-        own name. It holds the model's parameters and buffers, the optimizers' state, and the
-        session's own. Not the state of schedulers, scalers, samplers and random numbers, which are
-        the user's, and not gradients, which a step may have accumulated.
+        Call it between two steps, on every rank after equally many steps, and save each rank's
+        state under its own name. It holds the model's parameters and buffers, the optimizers'
+        state, and the session's own. It does not hold the state of schedulers, scalers, samplers
+        and random numbers, nor accumulated gradients.
 
-        In modes overlap and sync it is local. Late parts are waited for as in a step, and mixed;
-        what is late still is given up, with a warning. The open round of overlap is opened again
-        when the state is loaded, with the same weights. In the middle of a round of `every` steps
-        that round is mixed now.
+        In modes overlap and sync it is local. It waits for late parts as in a step, and mixes them;
+        parts that are still late are cancelled, with a warning. The open round of overlap is opened
+        again when the state is loaded, with the same weights. A round of `every` steps that is not
+        complete is mixed now.
 
-        In mode stale it is a collective: what is in flight is mixed on all ranks, as in
+        In mode stale it is a collective: parts in flight are mixed on all ranks, as in
         `average_()`. Each rank calls it at its own step, for example when `position` reaches a
         number on which all have agreed.
 
         Args:
-            drain: A collective in any mode, as in mode stale: for ranks that end after unequal
-                steps.
-            copy: False: of what lies in host memory the state holds the tensors themselves, and is
-                right until the next step begins. For callers that copy them at once.
+            drain: Make it a collective in any mode, as in mode stale: for ranks that end after
+                unequal steps.
+            copy: False: the state shares tensors that are in host memory, and is valid until the
+                next step begins. For callers that copy it immediately.
 
         Returns:
             Tensors, numbers, text, lists and dicts in host memory: `"model"` by name;
-            `"residuals"`, what rounding took away from narrow weights, by the same names;
-            `"extra"`, `"optimizers"` and `"shard"` as of `replica_state`; `"session"`.
+            `"residuals"`, the rounding errors of narrow weights, by the same names; `"extra"`,
+            `"optimizers"` and `"shard"` as of `replica_state`; `"session"`.
 
         Raises:
-            GossipError: In the middle of a step, inside `consensus()`, or if something is no plain
-                value. Where it is a collective, also as `average_()`.
+            GossipError: In the middle of a step, inside `consensus()`, or if a value is not plain.
+                If it is a collective, also as `average_()`.
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
@@ -519,16 +521,16 @@ class Session:
         return self._state(rounds.next_round - (across and is_boundary), copy=copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; a collective.
+        """Continue from a `state_dict`; a collective.
 
-        Every rank loads its own, in a session of the same model, optimizers and settings, among as
-        many ranks. In modes overlap and sync training then goes on bit for bit as it would have, if
-        nothing was late and the states were taken after equally many steps. In mode stale the mean
-        over ranks is that of the states.
+        Every rank loads its own state, in a session of the same model, optimizers, settings and
+        number of ranks. In modes overlap and sync training then continues bit for bit, if nothing
+        was late and the states were saved after equally many steps. In mode stale the mean over
+        ranks is that of the states.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
-            GossipError: If a rank dies in the middle. The session is closed then; make a new one,
+            GossipError: If a rank dies in the middle. The session is then closed; create a new one,
                 and load again.
         """
         self._check_ready("load_state_dict")
@@ -540,7 +542,7 @@ class Session:
                 keeper.load_state_dict(state, next_round)
                 self._load_family_state(state["session"]["family"])
                 self._averaging.restart()
-                self.group.barrier()  # no rank sends before all have loaded
+                self.group.barrier()  # no rank sends until all have loaded
             self._run.begin()
         except BaseException:
             self._close(wait_seconds=0.0)
@@ -548,22 +550,21 @@ class Session:
 
     @property
     def mode(self) -> Mode:
-        """When snapshots travel and are mixed."""
+        """The mode: when snapshots are sent and mixed."""
         return self.settings.mode
 
     @property
     def round_number(self) -> int:
-        """Rounds behind this rank, closed, given up or jumped over; 0 without partners.
+        """Number of past rounds: closed, void or jumped over; 0 without partners.
 
-        States that were taken in one round belong together, also of ranks that have made unequal
-        numbers of steps.
+        States of the same round belong together, even of ranks with unequal step counts.
         """
         if self._rounds is None:
             return 0
         return self._rounds.next_round - bool(self._run.in_phase(Phase.ACROSS))
 
     def stats(self) -> Stats:
-        """What this rank has done so far; no communication."""
+        """Return this rank's counters; no communication."""
         return collect(
             self._rounds,
             self.flows,
@@ -575,10 +576,10 @@ class Session:
         )
 
     def close(self) -> None:
-        """Ends the session: mixes what is in flight, sends LEAVE, removes all hooks; local.
+        """End the session: mix parts in flight, send LEAVE, remove all hooks; local.
 
-        Waits for parts in flight, and for what was sent to leave, at most ten seconds each, and for
-        no rank. May be called twice. Ranks that go on training skip this one.
+        Waits at most ten seconds for parts in flight and ten for queued messages, and for no rank.
+        May be called twice. The other ranks continue without this one.
         """
         self._close(wait_seconds=_CLOSE_SECONDS)
 
@@ -592,16 +593,15 @@ class Session:
 
     @property
     def carry(self) -> Carried:
-        """What a joiner gets from this rank beside its replica, for a loop's own position.
+        """Values for a joiner in addition to the replica, such as the training loop's position.
 
         Plain values (tensors, numbers, text, bytes, None, and lists and dicts of these), or a
-        function that returns them. It is called in the training thread as `optimizer.step()`
-        begins, when a joiner asks this rank: so schedulers and samplers are where they are for the
-        step that is about to be made. If it fails then, the joiner gets the reason, and training
-        goes on.
+        function that returns them. The function is called in the training thread at the beginning
+        of `optimizer.step()`, when a joiner asks this rank: schedulers and samplers are then in
+        their state for this step. If it fails, the joiner gets the error, and training continues.
 
         Raises:
-            GossipError: On assignment, if something is no plain value.
+            GossipError: On assignment, if a value is not plain.
         """
         return None if self._admission is None else self._admission.carry
 
@@ -611,26 +611,26 @@ class Session:
             self._admission.carry = values
 
     def join_address(self) -> str:
-        """Where others find this run to join it with `gg.join`; local, but for the store.
+        """Return the address for `gg.join`; local except for the store.
 
-        A short text: host and port of the rendezvous store, and where the run's keys are in it. Any
-        member may give it at any time, and it stays good for as long as the run lasts. It is not
-        secret: where links are encrypted, a joiner needs the secret of the run, too.
+        A short text: host and port of the rendezvous store, and the prefix of the run's keys. It is
+        the same on every member and valid until the run ends. It is not secret: where links are
+        encrypted, a joiner also needs the secret of the run.
 
         Raises:
-            ValueError: None can join this run; the message says what would have to be otherwise.
+            ValueError: This run cannot be joined; the message says what to change.
             GossipError: The session is closed, or the store does not answer.
         """
         if self._is_closed:
-            raise GossipError("the session is closed: a run is joined while it lasts")
+            raise GossipError("the session is closed: only a running session can be joined")
         if self._admission is None:
             raise ValueError(
-                "none can join this run: it began with one rank, which has no links: begin with two"
+                "none can join this run: it began with one rank, without links: begin with two"
             )
         return self._admission.address()
 
     def _enter(self, arrival: Arrival) -> None:
-        """Becomes a member of a run that others have begun."""
+        """Become a member of a running run."""
         assert self._rounds is not None
         assert self._heartbeats is not None
         self._members.enter(self._rounds, arrival.donor)
@@ -670,11 +670,11 @@ class Session:
         return self._keeper.state_dict(next_round, members, family, copy=copy)
 
     def _describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         return {**self.settings.describe(), "heartbeats": self._heartbeats}
 
     def _deal(self) -> list[Flow]:
-        """Makes the flows, and checks that all ranks do the same; a collective."""
+        """Create the flows, and check that they are the same on all ranks; a collective."""
         replica = self.replica
         replica.reshard()
         flows = self._make_flows()
@@ -690,7 +690,7 @@ class Session:
         transport: Callable[[Group, int], Transport],
         arrival: Arrival | None,
     ) -> None:
-        """Makes the links to the others and, unless this rank joins them, equal replicas."""
+        """Create the links to the others and, unless this rank is a joiner, equal replicas."""
         replica, members = self.replica, self._members
         self._rounds = rounds = connect(
             replica,
@@ -719,10 +719,7 @@ class Session:
             members.start()
 
     def _before_state_dict(self) -> bool:
-        """Mixes what is in flight; whether this replica is known to be one of several then.
-
-        And there is another way to save.
-        """
+        """Mix parts in flight; return whether to warn that replicas differ."""
         rounds, run = self._rounds, self._driver
         if rounds is None or run is None or self._in_consensus or self._is_closed:
             return False
@@ -758,7 +755,7 @@ class Session:
         if self._driver is not None:
             self._driver.drop_hooks()
         if self._members.given_up:
-            wait_seconds = 0.0  # the others have given up what is in flight, too
+            wait_seconds = 0.0  # the others have also cancelled exchanges in flight
         try:
             if self._farewell is not None:
                 self._farewell.detach()

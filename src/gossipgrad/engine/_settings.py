@@ -16,17 +16,17 @@ __all__ = ["RoundSettings", "check_numbers", "is_count", "resolve_average_every"
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSettings:
-    """When this rank meets whom, and how tensors are sent; a family adds its own.
+    """The schedule of rounds, and how tensors are sent; a family adds its own settings.
 
     Attributes:
-        schedule: Who meets whom in which round, while all ranks live.
-        mode: When a snapshot travels and is mixed.
+        schedule: The partners of each round while all ranks live.
+        mode: When a snapshot is sent and mixed.
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks; None for never.
-        wire_dtype: What tensors are sent as; None for their own type.
+        wire_dtype: Type of tensors on the wire; None for their own type.
         bucket_bytes: Size of a message.
-        exchanges: Rounds at the end of a step, each with another partner; of what is exchanged
-            after the update.
+        exchanges: Rounds at the end of a step, each with another partner; for flows after the
+            update.
         updates_in_backward: Whether optimizers step on each bucket during the backward pass; a
             rank's own choice, as the arithmetic is the same.
     """
@@ -42,7 +42,7 @@ class RoundSettings:
 
     @property
     def snapshots(self) -> int:
-        """How many may be held at once; by default one that travels and one that is made."""
+        """The largest number of snapshots; by default one in flight and one being filled."""
         return self.mode.snapshots if isinstance(self.mode, Stale) else 2
 
     @property
@@ -59,7 +59,7 @@ class RoundSettings:
         return {"topology": named.pop("schedule").describe(), **named}
 
     def must_fit(self) -> dict[str, str]:
-        """What must be the same where a state is loaded; how long steps wait may be another."""
+        """Return the settings that must match when a state is loaded; waits may differ."""
         described = self.describe()
         staleness = (
             f", max_staleness {self.mode.max_staleness}" if isinstance(self.mode, Stale) else ""
@@ -69,15 +69,15 @@ class RoundSettings:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1."""
+    """Whether it is an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def resolve_average_every(average_every: object, world_size: int) -> int | None:
-    """Steps between exact averages, None for never.
+    """Return the steps between exact averages, None for never.
 
     Raises:
-        ValueError: If it is no such number.
+        ValueError: If it is not a valid number.
     """
     if average_every == "log_p":
         return max(1, math.ceil(math.log2(world_size)))
@@ -91,7 +91,7 @@ def resolve_average_every(average_every: object, world_size: int) -> int | None:
 
 
 def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) -> None:
-    """Raises `ValueError` for what no session can count, size or send by."""
+    """Raise `ValueError` for invalid numbers, sizes or types."""
     if not is_count(every):
         raise ValueError(
             f"every counts steps in a round, so it is at least 1, got {every!r}: give a whole "

@@ -1,4 +1,4 @@
-"""Rounds in which no step waits: what has arrived is mixed, what cannot be sent at once is void."""
+"""Rounds without waits: mix parts that have arrived, void rounds that cannot be sent now."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ __all__ = ["StaleRounds"]
 class StaleRounds(Rounds):
     """Rounds of mode stale: `open` and `close` never wait, `drain` does, for collectives.
 
-    This rank's next round is `max(own + 1, highest heard)`. Those between are void, as is one for
-    which no snapshot is free, or whose partner has owed an answer for more than `max_staleness`
-    of this rank's rounds: a partner that hangs holds one or two snapshots, not all. A rank voids a
-    round only before it sends its part and notifies the partner at once, so an exchange counts on
-    both ends or on neither. The schedule's pairs must be symmetric.
+    This rank's next round is `max(own + 1, highest received)`. The rounds between are void, and so
+    is a round for which no snapshot is free, or whose partner has not answered for more than
+    `max_staleness` of this rank's rounds: a partner that hangs holds one or two snapshots, not all.
+    A rank voids a round only before it sends its part and notifies the partner immediately, so an
+    exchange counts on both ends or on neither. The schedule's pairs must be symmetric.
 
     Args:
-        channel: Where exchanges are posted; its credits are the mode's snapshots.
-        schedule: Who meets whom in which round.
-        mode: The staleness, and the weight that follows from it.
-        recorder: Gets the spans, if there is one.
+        channel: Exchanges are posted on it; its credits are the mode's snapshots.
+        schedule: The partners of each round.
+        mode: The staleness bound, and the weight that follows from it.
+        recorder: Gets the spans, if not None.
 
     Attributes:
-        starts: Rounds that began without a step: the first, and after averages.
+        starts: Rounds opened without a step: the first, and after averages.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class StaleRounds(Rounds):
         super().__init__(channel, schedule, deadlines=never, recorder=recorder)
         self._mode = mode
         self.starts = 0
-        self._opened = 0  # rounds that were this rank's, whether or not it sent its part
-        self._opened_at: dict[int, int] = {}  # of the rounds in flight
+        self._opened = 0  # this rank's own rounds, sent or void
+        self._opened_at: dict[int, int] = {}  # for each round in flight, `_opened` at its opening
         self._late_rounds: set[int] = set()
 
     def position(self, steps: int, every: int) -> int:
-        """Rounds behind this rank, those jumped over too, in steps."""
+        """Return the number of past rounds, including those jumped over, in steps."""
         return max(0, self.next_round - self.starts) * every + steps % every
 
     def weight(self, transfer: Transfer) -> float:
-        """How much of the delta this rank adds: of a matrix, at most what is stable."""
+        """Return the weight of a transfer's deltas; for a matrix at most the stable weight."""
         limit = self._mode.weight
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, flows: Sequence[Flow]) -> None:
-        """Opens a round without a step: the first, and one after a collective.
+        """Open a round without a step: the first, or after a collective.
 
-        Nothing is mixed here, so that weights are as a collective or a loaded state left them.
+        Mixes nothing, so that weights stay as the collective or loaded state left them.
         """
         before = self.next_round
         try:
@@ -69,7 +69,7 @@ class StaleRounds(Rounds):
             self.starts += self.next_round - before
 
     def close(self) -> None:
-        """Mixes what has arrived, and goes on to the highest round heard of."""
+        """Mix arrived parts, and move to the highest received round."""
         self.channel.poll()
         self._mix_arrived(list(self._open))
         self._note_late()
@@ -77,7 +77,7 @@ class StaleRounds(Rounds):
         self.closed_rounds += 1
 
     def advance(self, flows_of: FlowsOf) -> None:
-        """Closes the round, then opens the next, which may be a later one than before."""
+        """Close the round, then open the next, which may be several rounds later."""
         self.close()
         self._mix_arrived(self._open_next(flows_of(self.next_round)))
 
@@ -86,7 +86,7 @@ class StaleRounds(Rounds):
         wait_seconds: float | None = None,
         following: Mapping[Flow, Transfer] | None = None,
     ) -> None:
-        """Mixes what is in flight, and waits for what may still arrive `wait_seconds` at most."""
+        """Mix parts in flight, and wait at most `wait_seconds` for those that may still arrive."""
         wait = COLLECTIVE_SECONDS if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
         for transfer in list(self._open):
@@ -94,7 +94,7 @@ class StaleRounds(Rounds):
         self._mix_arrived(list(self._open))
 
     def _open_next(self, flows: Sequence[Flow]) -> list[Transfer]:
-        """Sends the next round's snapshots, or voids the round."""
+        """Send the next round's snapshots, or void the round."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
         self._opened += 1
@@ -116,7 +116,7 @@ class StaleRounds(Rounds):
         self._open.extend(transfers)
 
     def _owes(self, partner: int) -> bool:
-        """Whether the partner has not answered for longer than the mode foresees."""
+        """Whether the partner has not answered for longer than the mode allows."""
         return any(
             transfer.peers.send_to == partner
             and self._opened - self._opened_at[transfer.round] > self._mode.max_staleness
@@ -124,7 +124,7 @@ class StaleRounds(Rounds):
         )
 
     def _mix_arrived(self, transfers: Sequence[Transfer]) -> None:
-        """Mixes what has arrived of some transfers; those that are finished are dropped."""
+        """Mix arrived parts of some transfers; drop finished transfers."""
         squares: list[Tensor] = []
         for transfer in transfers:
             for place, exchange in sorted(transfer.exchanges.items()):
@@ -145,7 +145,7 @@ class StaleRounds(Rounds):
         self.pair_distance.note(squares, self.schedule.period)
 
     def _note_late(self) -> None:
-        """Counts, once each, the rounds whose partners are later than the mode foresees."""
+        """Count, once each, the rounds whose partners are later than the mode allows."""
         late = set()
         for transfer in self._open:
             age = self._opened - self._opened_at[transfer.round]

@@ -1,4 +1,4 @@
-"""What a session saves beside the replica: where it is, what it has counted, residuals."""
+"""The state of a session beside the replica: position, counters and residuals."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,16 @@ VERSION = 2
 
 
 class StateKeeper:
-    """Saves and loads the parts of one session; local, but for `check_together`.
+    """Saves and loads the state of one session; local except for `check_together`.
 
     Args:
         rank: This rank.
-        world_size: How many ranks took part at the start.
-        settings: Of the session.
+        world_size: The number of ranks at the start.
+        settings: The session's settings.
         replica: The model and optimizers.
-        rounds: With the partners; None with one rank.
-        averaging: Of the session.
-        driver: Of the session.
+        rounds: The session's rounds; None with one rank.
+        averaging: The session's averaging.
+        driver: The session's driver.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StateKeeper:
     def state_dict(
         self, next_round: int, members: Membership, family: Mapping[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        """See `Session.state_dict`; rounds go on at `next_round`."""
+        """See `Session.state_dict`; rounds continue at `next_round`."""
         rounds, driver = self._rounds, self._driver
         return {
             **replica_state(self._replica.model, self._replica.optimizers, copy=copy),
@@ -77,14 +77,14 @@ class StateKeeper:
         }
 
     def misfit(self, state: Any, generation: int) -> str | None:
-        """Why a state, whatever it is, cannot be loaded here; None if it can."""
+        """Return why a state cannot be loaded here; None if it can."""
         version = None
         if isinstance(state, Mapping) and isinstance(state.get("session"), Mapping):
             version = state["session"].get("version")
         if isinstance(version, int) and version < VERSION:
             return (
-                f"it is of version {version}, from an older gossipgrad, and here is {VERSION}: go "
-                "on with that release, or begin a session from its weights (gg.load_replica)"
+                f"it is of version {version}, this gossipgrad reads {VERSION}: continue "
+                "with the older release, or begin a session from its weights (gg.load_replica)"
             )
         try:
             if version == VERSION:
@@ -95,10 +95,10 @@ class StateKeeper:
                 )
         except (KeyError, TypeError, IndexError, AttributeError):
             pass
-        return f"it is no state that state_dict() of a session returns (version {VERSION})"
+        return f"it is no state from a session's state_dict() (version {VERSION})"
 
     def check_together(self, group: Group, state: Any, generation: int) -> int:
-        """The round in which ranks go on from these states; a collective.
+        """Return the round in which ranks continue from these states; a collective.
 
         Raises:
             ValueError: On every rank, if one's state does not fit.
@@ -113,14 +113,14 @@ class StateKeeper:
         if len(set(next_rounds)) > 1:
             warnings.warn(
                 f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
-                "exchange that one end alone had mixed shifts the mean over ranks. Take them after "
+                "exchange that only one end had mixed shifts the mean over ranks. Save them after "
                 "equally many steps, or with state_dict(drain=True)",
                 stacklevel=3,
             )
         return max(next_rounds)
 
     def load_state_dict(self, state: Mapping[str, Any], next_round: int) -> None:
-        """Goes on where a state that fits was taken, with nothing in flight."""
+        """Continue from a state that fits, with nothing in flight."""
         session, rounds, driver = state["session"], self._rounds, self._driver
         driver.drop_hooks()
         if rounds is not None:
@@ -165,7 +165,7 @@ class StateKeeper:
 
 
 def _residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
-    """What rounding took away from narrow weights, by name of the parameter."""
+    """Return the rounding errors of narrow weights, by parameter name."""
     found: dict[str, Tensor] = {}
     for bucket in (bucket for flow in flows for bucket in flow.buckets):
         for entry, residual in zip(bucket.entries, bucket.residuals, strict=True):

@@ -1,4 +1,4 @@
-"""What a session has done so far, in numbers."""
+"""The counters of a session."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,41 +13,41 @@ __all__ = ["Stats", "collect"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """What one rank's session has done and holds; read without communication.
+    """The counters and memory of one rank's session; read without communication.
 
     Attributes:
         rounds: Rounds that this rank has closed.
-        bytes_sent: Payload bytes sent to partners (collectives not counted), however that ended.
-        bytes_received: Payload bytes that arrived from partners, those of void rounds too, but
-            not from one that was gone already.
-        exposed_seconds: Time that steps were blocked on partners: not hidden by compute.
+        bytes_sent: Payload bytes sent to partners (collectives not counted), whatever the outcome.
+        bytes_received: Payload bytes that arrived from partners, including those of void rounds,
+            but not from a partner that was gone already.
+        exposed_seconds: Time that steps were blocked on partners, not hidden by compute.
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
             and `void`.
         late_rounds: Rounds whose partner's part had not arrived when the step stopped waiting;
             in mode stale, not within `max_staleness` further rounds.
-        void_rounds: Rounds without an exchange, because one end gave them up before it sent its
-            part. In mode stale those that a slow rank jumps over, too.
-        extra_memory_bytes: Snapshots, residuals, the indices of a shared mask, and what arrived and
-            is not mixed yet, early or not: held beside the model.
-        snapshot_limit_bytes: The most that snapshots may come to: `max_staleness + 1` of all that
-            travels in mode stale, else two. Parts that arrive early are not in it: a rank that
-            hangs may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
+        void_rounds: Rounds without an exchange, because one end voided them before it sent its
+            part. In mode stale this includes rounds that a slow rank jumps over.
+        extra_memory_bytes: Memory in addition to the model: snapshots, residuals, indices of a
+            shared mask, and parts that arrived and are not mixed yet.
+        snapshot_limit_bytes: The upper limit of snapshots: `max_staleness + 1` of all flows in mode
+            stale, otherwise two. Early parts are not included: a rank that hangs may later hold
+            those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
-            period; None before the first round and where no weights travel. It costs no traffic.
-            Partners that met recently are closer than any two ranks, so it tends to read low.
-        consensus_distance: The exact one, as of the last collective that computed it; with a mesh,
+            period; None before the first round and if no weights are sent. It costs no traffic.
+            Recent partners are closer than two arbitrary ranks, so it tends to be low.
+        consensus_distance: The exact distance of the last collective that computed it; with a mesh,
             that of this rank's shards.
-        averages: How often all replicas were made their exact average.
-        averaged_bytes: Weights and state averaged then, all times together; a ring all-reduce
-            sends 2 (p - 1) / p of it.
+        averages: How often all replicas were set to their exact average.
+        averaged_bytes: Total bytes of weights and state in these averages; a ring all-reduce sends
+            2 (p - 1) / p of it.
         averaging_seconds: Time that steps were blocked on periodic averages.
         all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
-            sent in as many steps: computed, 2 (p - 1) / p of them each, and not measured.
-        replicas_given: Joiners that got this rank's replica.
-        giving_seconds: Time that steps were blocked on copies of it for them.
+            sent in as many steps: computed as 2 (p - 1) / p of them per step, not measured.
+        replicas_given: Number of joiners that received this rank's replica.
+        giving_seconds: Time that steps were blocked on copies for joiners.
     """
 
     rounds: int
@@ -72,7 +72,7 @@ class Stats:
     giving_seconds: float
 
     def _repr_html_(self) -> str:
-        """A small table of the figures to look at first, for notebooks."""
+        """Return a small table of the main figures, for notebooks."""
         distance = self.consensus_distance
         if distance is None:
             distance = self.consensus_distance_estimate
@@ -88,7 +88,7 @@ class Stats:
         return f"<table>{cells}</table>"
 
     def __str__(self) -> str:
-        """The figures to look at first, in words.
+        """Return the main figures as text.
 
         Example:
             >>> import torch, gossipgrad as gg
@@ -121,7 +121,7 @@ def collect(
     steps: int,
     gradient_bytes: int,
 ) -> Stats:
-    """The figures of a session; `rounds` is None where there are no partners."""
+    """Collect the counters of a session; `rounds` is None without partners."""
     donor = members.donor
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
     in_flight = () if rounds is None else rounds.in_flight

@@ -17,25 +17,25 @@ _FRAMES = 12  # from a step hook up to the scaler's own step there are about fiv
 
 
 class StepHooks:
-    """Calls `before` ahead of every optimizer's step and `after` once it has stepped.
+    """Calls `before` before every optimizer's step and `after` after it.
 
     `torch.amp.GradScaler` does not call `optimizer.step` when it finds an overflow, and so no step
     hook fires. Where skipped steps count, the scaler's `step` is wrapped: a skipped step calls both
-    like any other, so that the partner does not wait. A scaler that is used without being given is
-    noticed at the first step through it, and warned about.
+    like any other, so that the partner does not wait. The first step of a scaler that was not
+    passed to the session issues a warning.
 
     torch fires an optimizer's hooks twice where its `step` calls that of a parent class of which a
     plain instance exists: only the outer call counts here.
 
     Args:
-        optimizers: Those of the session.
-        scaler: The scaler the user steps with, if any.
-        before: Called before each step with its optimizer and the closure that it was given, if
-            any; returns the closure for the step to use.
+        optimizers: The session's optimizers.
+        scaler: The user's scaler, if any.
+        before: Called before each step with its optimizer and closure; returns the closure for the
+            step to use.
         after: Called with the optimizer after each step.
-        counts_skipped: Whether steps that the scaler leaves out count.
-        door: The function that made the session, for messages.
-        harm: What happens where the session does not know the scaler, for the warning.
+        counts_skipped: Whether steps that the scaler skips count.
+        door: The function that created the session, for messages.
+        harm: The consequence of an unknown scaler, for the warning.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class StepHooks:
         self._scaler = scaler if counts_skipped else None
         self._knows_scaler = scaler is not None
         self._has_stepped = False
-        # By optimizer. A step that raised leaves its own here; the frames then say that it is over.
+        # By optimizer. A step that raised leaves its entry here; the call stack shows that it is
+        # over.
         self._depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles = []
         try:
@@ -70,7 +71,7 @@ class StepHooks:
             raise
 
     def remove(self) -> None:
-        """Removes all hooks and gives the scaler its own `step` back."""
+        """Remove all hooks and restore the scaler's `step`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -105,14 +106,16 @@ class StepHooks:
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._has_stepped = False
         result = self._plain_step(optimizer, *args, **kwargs)
-        if not self._has_stepped and optimizer in self._optimizers:  # it may step others, too
+        if (
+            not self._has_stepped and optimizer in self._optimizers
+        ):  # it may also step other optimizers
             self._before(optimizer, None)
             self._after(optimizer)
         return result
 
 
 def _calls_of_step(optimizer: Optimizer) -> int:
-    """How many of torch's wrappers around this optimizer's `step` are being called."""
+    """Count the active calls of torch's wrappers around this optimizer's `step`."""
     frame, calls = sys._getframe(2), 0
     while frame is not None:
         code = frame.f_code
@@ -124,7 +127,7 @@ def _calls_of_step(optimizer: Optimizer) -> int:
 
 
 def _warn_of_unknown_scaler(door: str, harm: str) -> None:
-    """Warns if `torch.amp.GradScaler.step` is among the callers of a step hook."""
+    """Warn if `torch.amp.GradScaler.step` is among the callers of a step hook."""
     code = torch.amp.GradScaler.step.__code__
     frame = sys._getframe(2)
     for _ in range(_FRAMES):

@@ -20,12 +20,12 @@ class Resize:
 
     Attributes:
         dim: The dimension.
-        kept: Indices that stay, rising, shape `(k,)`; the others are removed.
-        weight_fold: Shape `(k, removed)`, what weights and buffers that stay get of those removed;
-            None: nothing.
+        kept: Indices that stay, ascending, shape `(k,)`; the others are removed.
+        weight_fold: Shape `(k, removed)`, the share of removed weights and buffers that is added to
+            those kept; None: nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
-        block: Consecutive elements along the dimension that one index stands for: the positions of
-            a channel in a flattened image.
+        block: Number of consecutive elements per index: the positions of a channel in a flattened
+            image.
     """
 
     dim: int
@@ -35,7 +35,7 @@ class Resize:
     block: int = 1
 
     def misfit(self, tensor: Tensor) -> str | None:
-        """Why it does not fit a tensor, None if it does."""
+        """Return why it does not fit a tensor, None if it does."""
         if not 0 <= self.dim < tensor.ndim:
             return f"it has no dimension {self.dim}, its shape is {tuple(tensor.shape)}"
         size, rest = divmod(tensor.shape[self.dim], self.block)
@@ -50,7 +50,7 @@ class Resize:
         return None
 
     def apply(self, tensor: Tensor, fold: Tensor | None) -> Tensor:
-        """The smaller tensor."""
+        """Return the smaller tensor."""
         kept = self.kept.to(tensor.device)
         blocks = tensor.unflatten(self.dim, (-1, self.block))
         small = blocks.index_select(self.dim, kept)
@@ -65,7 +65,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shift:
-    """What a vector gets of a matrix as it was before: `new = old + source @ coefficients`.
+    """An addition to a vector from an unshrunk matrix: `new = old + source @ coefficients`.
 
     Attributes:
         source: The name of a parameter of shape `(n, ...)`, where the vector has shape `(n,)`.
@@ -76,7 +76,7 @@ class Shift:
     coefficients: Tensor
 
     def amount(self, source: Tensor) -> Tensor:
-        """What is added."""
+        """Return the addition."""
         return source.flatten(1) @ self.coefficients.to(source).flatten()
 
 
@@ -87,7 +87,7 @@ class Surgery:
     Attributes:
         resizes: By the name of a parameter or buffer, one entry for each dimension that shrinks.
         attributes: By the name of a module, integers that describe it, such as `out_features`.
-        shifts: By the name of a bias or buffer, what it gets of a weight, before that shrinks.
+        shifts: By the name of a bias or buffer, its addition from a weight before that shrinks.
 
     References:
         Own derivation: momentum and gradients follow the map of gradients, second moments its
@@ -100,11 +100,11 @@ class Surgery:
 
     @torch.no_grad()
     def of_gradient(self, name: str, tensor: Tensor) -> Tensor:
-        """What becomes of a tensor that is linear in the gradients of that parameter."""
+        """Apply it to a tensor that is linear in the gradients of that parameter."""
         return _state(tensor, self.resizes.get(name, ()), non_negative=False)
 
     def digest(self) -> str:
-        """Equal where two surgeries are, bit for bit."""
+        """Return a digest that is equal iff two surgeries are, bit for bit."""
         found = hashlib.sha256()
 
         def take(*parts: object) -> None:
@@ -128,7 +128,7 @@ class Surgery:
 
 
 def check_resizable(optimizers: Sequence[Optimizer]) -> None:
-    """Raises `ValueError` for optimizers whose state cannot lose rows and columns."""
+    """Raise `ValueError` for optimizers whose state cannot lose rows and columns."""
     for optimizer in optimizers:
         if not getattr(optimizer, "can_resize", True):
             raise ValueError(
@@ -138,7 +138,7 @@ def check_resizable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Raises `ValueError` if a surgery does not fit a model, or the state of its optimizers."""
+    """Raise `ValueError` if a surgery does not fit a model, or the state of its optimizers."""
     check_resizable(optimizers)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
@@ -146,7 +146,9 @@ def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optim
         if tensor is None:
             raise ValueError(f"the surgery names {name!r}, which the model does not have")
         if is_sharded(tensor):
-            raise ValueError(f"{name!r} is sharded, and surgery needs whole tensors: use no FSDP")
+            raise ValueError(
+                f"{name!r} is sharded, and surgery needs whole tensors: do not use FSDP"
+            )
         for resize in resizes:
             if (why := resize.misfit(tensor)) is not None:
                 raise ValueError(f"the surgery does not fit {name!r}: {why}")
@@ -173,16 +175,18 @@ def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optim
     for path, values in surgery.attributes.items():
         for attribute in values:
             if not isinstance(getattr(modules.get(path), attribute, None), int):
-                raise ValueError(f"the surgery names {path}.{attribute}, which is no number here")
+                raise ValueError(
+                    f"the surgery names {path}.{attribute}, which is not a number here"
+                )
 
 
 @torch.no_grad()
 def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery) -> None:
-    """Applies a surgery in place: the objects that are the parameters stay the same.
+    """Apply a surgery in place: parameters stay the same objects.
 
-    Parameters, buffers, gradients and optimizer state follow: that of a parameter's shape, and
-    factors with one row or one column for all. Hooks on parameters, param groups and schedulers go
-    on working. DistributedDataParallel has to be wrapped anew.
+    Gradients, buffers and optimizer state also change: state of a parameter's shape, and factors
+    with one row or one column. Hooks on parameters, param groups and schedulers keep working.
+    DistributedDataParallel has to be created again.
 
     Raises:
         ValueError: If it does not fit; nothing is changed then.
@@ -208,7 +212,7 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
                     fitting = [r for r in resizes if value.shape[r.dim] > 1]
                     held[key] = _state(value, fitting, non_negative=key in NON_NEGATIVE)
         grad = parameter.grad
-        parameter.grad = None  # torch refuses one of another shape
+        parameter.grad = None  # torch refuses a gradient of another shape
         _replace(parameter, _weight(parameter, resizes))
         if grad is not None:
             parameter.grad = _state(grad, resizes, non_negative=False)

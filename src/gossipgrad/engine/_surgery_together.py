@@ -1,4 +1,4 @@
-"""A surgery on all ranks: all that live end with it, or none, also if one is lost meanwhile."""
+"""A surgery on all ranks: all living ranks apply it, or none, even if a rank is lost."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from gossipgrad.errors import AgreementError, EvictedError, GossipError, Replica
 
 __all__ = ["apply_together"]
 
-_TRIES = 4  # as ranks are lost in the middle of it, or call something else first
+_TRIES = 4  # ranks may be lost in the middle of it, or call something else first
 
 
 def apply_together(
@@ -22,22 +22,22 @@ def apply_together(
     *,
     renew: Callable[[], object],
 ) -> bool:
-    """Applies a surgery; a collective.
+    """Apply a surgery; a collective.
 
     Args:
         surgery: Equal on all ranks.
-        replica: Of this rank.
-        group: Where the ranks meet.
-        averaging: Brings them to the same round, with nothing in flight.
-        pending_change: What is wrong with the replica, if something is.
-        renew: Makes what travels anew, of the new shapes; a collective.
+        replica: This rank's replica.
+        group: Runs the collectives.
+        averaging: Aligns the ranks' rounds, with nothing in flight.
+        pending_change: Returns the error message if the replica was changed.
+        renew: Creates the flows again, of the new shapes; a collective.
 
     Returns:
-        False if there is nothing to apply: what is in flight is in flight still.
+        False if there is nothing to apply; parts in flight stay in flight.
 
     Raises:
         AgreementError: On every rank, if the surgeries are not equal; nothing is changed then.
-        GossipError: The ranks did not come together.
+        GossipError: The ranks did not meet.
     """
     version = replica.version
     for left in reversed(range(_TRIES)):
@@ -46,8 +46,8 @@ def apply_together(
             with averaging.together():
                 if len(set(group.all_gather_object(surgery.digest()))) > 1:
                     raise AgreementError(
-                        "the ranks pass unlike surgeries to apply_(); nothing was changed. Make "
-                        "one of the same numbers on all ranks, such as means over ranks"
+                        "the ranks pass different surgeries to apply_(); nothing was changed. Make "
+                        "it from equal numbers on all ranks, such as means over ranks"
                     )
                 if not surgery.resizes and not surgery.shifts:
                     return False
@@ -55,13 +55,13 @@ def apply_together(
                 if replica.version == version:
                     replica.apply(surgery)
                 renew()
-                group.barrier()  # no rank sends by the new plan before all have it
+                group.barrier()  # no rank sends by the new plan until all have it
             return True
         except (AgreementError, EvictedError, ReplicaChangedError):
             raise
         except GossipError:
-            # A rank may have applied it already, so none may turn back while it lives. And those
-            # whose last collective failed come here as the next one.
+            # A rank may have applied it already, so no living rank may abandon it. Ranks whose last
+            # collective failed continue here as their next one.
             if left == 0:
                 raise
     raise AssertionError("unreachable")

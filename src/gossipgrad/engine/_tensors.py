@@ -1,4 +1,4 @@
-"""Which tensors of the user's model and optimizers travel."""
+"""The tensors of the user's model and optimizers to exchange."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +20,8 @@ __all__ = [
     "weight_entries",
 ]
 
-# Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
-# shape of a parameter that is one row or one column; Shampoo's graft; GossipAdamW.
+# Adam and its variants; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have
+# the shape of a parameter with one row or one column; Shampoo's graft; GossipAdamW.
 NON_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
@@ -32,14 +32,14 @@ NON_NEGATIVE = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One tensor that travels.
+    """One tensor to exchange.
 
     Attributes:
         spec: Name, local shape and type.
         parameter: The parameter itself, or the one that the state or gradient belongs to.
-        read: Returns the tensor, None if it does not exist yet. None: it is the parameter itself.
-        non_negative: Whether mixing may not leave negative values behind.
-        rows: First row and number of rows, of a tensor that travels in pieces.
+        read: Returns the tensor, or None if it does not exist yet. None: the parameter itself.
+        non_negative: Whether mixing must not result in negative values.
+        rows: First row and number of rows, for a tensor that is sent in pieces.
     """
 
     spec: TensorSpec
@@ -59,7 +59,7 @@ class Entry:
         return held if self.rows is None else held.narrow(0, *self.rows)
 
     def pieces(self, limit_bytes: int) -> list["Entry"]:
-        """Itself, or if it is larger than `limit_bytes`, pieces of as many whole rows as fit."""
+        """Return itself, or pieces of as many whole rows as fit into `limit_bytes`."""
         shape, width = self.spec.shape, self.spec.dtype.itemsize
         if self.spec.numel * width <= limit_bytes or not shape:
             return [self]
@@ -75,7 +75,7 @@ class Entry:
 def largest_piece_bytes(
     parameters: Iterable[Tensor], limit_bytes: int, wire_dtype: torch.dtype | None
 ) -> int:
-    """Bytes of what is sent in one piece, at most, of some parameters or their fp32 state."""
+    """Return the largest piece in bytes of some parameters or their fp32 state."""
     largest = 0
     for parameter in parameters:
         held = local(parameter)
@@ -88,7 +88,7 @@ def largest_piece_bytes(
 
 
 def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
-    """One entry a parameter.
+    """Return one entry per parameter.
 
     Raises:
         ValueError: If a parameter is complex, sparse or of a type that has no average.
@@ -97,7 +97,7 @@ def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
 
 
 def gradient_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
-    """One entry a parameter, for its `.grad`."""
+    """Return one entry per parameter, for its `.grad`."""
     return [Entry(TensorSpec.of(name, p), p, _gradient_of(p)) for name, p in parameters.items()]
 
 
@@ -107,13 +107,13 @@ def state_entries(
     *,
     travels: Callable[[str], bool] = lambda key: key != "step",
 ) -> list[Entry]:
-    """One entry for each floating tensor of a parameter's shape that its optimizer keeps.
+    """Return an entry for each floating state tensor of a parameter's shape.
 
-    Of those whose key `travels`.
+    Only for keys for which `travels` returns True.
 
-    What an optimizer will keep is found before its first step, by letting a copy of it step on
-    small stand-ins. One with a method `state_to_average()` says itself what of its state is to be
-    averaged: parameters with the name, shape, type and reader of each tensor.
+    The state before the first step is found by stepping a copy of the optimizer on small stand-ins.
+    An optimizer with a method `state_to_average()` defines its state to average itself: parameters
+    with the name, shape, type and reader of each tensor.
 
     Raises:
         GossipError: If the copy cannot step.
@@ -148,7 +148,7 @@ def _state_of(
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """A small parameter of as many dims, no two of one size, so that shapes tell what is what."""
+    """Return a small parameter of as many dims with distinct sizes, to recognise its state."""
     shape = [min(size, 2 + dim) for dim, size in enumerate(parameter.shape)]
     stand_in = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=parameter.device))
     stand_in.grad = torch.ones_like(stand_in)

@@ -19,10 +19,10 @@ class Transfer:
     """One round of a flow in flight: the snapshot that was sent, and the exchanges by bucket.
 
     Attributes:
-        exchanges: Of each bucket that was posted.
+        exchanges: The exchange of each posted bucket.
         counted: Buckets whose outcome was counted.
-        finished: Buckets that are mixed, or of which nothing arrived.
-        behind: The round before, which leaves before this one.
+        finished: Buckets that are mixed, or whose part will not arrive.
+        behind: The round before, which is sent before this one.
     """
 
     def __init__(
@@ -38,44 +38,44 @@ class Transfer:
         self.finished: set[int] = set()
         self.behind = RoundBefore()
         self._channel = channel
-        self._staged: dict[int, Callable[[], Tensor]] = {}  # what is on its way to an accelerator
+        self._staged: dict[int, Callable[[], Tensor]] = {}  # parts being copied to an accelerator
         self._deltas: dict[int, Delta] = {}
-        self._versions: dict[int, int] = {}  # of what was received, by bucket
+        self._versions: dict[int, int] = {}  # of received parts, by bucket
         self._filled: dict[int, Sendable] = {}
-        self._lock = threading.RLock()  # the thread that prepares may collect the session
+        self._lock = threading.RLock()  # the listener may collect the session
         self._is_released = False
 
     @classmethod
     def begin(
         cls, flow: Flow, channel: Channel, round: int, peers: Peers, timeout_seconds: float
     ) -> "Transfer | None":
-        """Starts a transfer, sending nothing yet; None if there is no snapshot in time."""
+        """Start a transfer without sending; return None if no snapshot is free in time."""
         snapshot = flow.pool.acquire(lambda: channel.poll(0.001), timeout_seconds)
         return None if snapshot is None else cls(flow, channel, round, peers, snapshot)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every bucket that was posted is mixed, or void."""
+        """Whether every posted bucket is mixed or void."""
         return len(self.finished) == len(self.exchanges)
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Of what was sent."""
+        """Return the tickets of the sent buckets."""
         return [exchange.ticket for exchange in self.exchanges.values()]
 
     @property
     def received_bytes(self) -> int:
-        """Memory of what arrived and is not mixed yet, deltas too."""
+        """Memory of received parts and deltas that are not mixed yet."""
         parts = [exchange.received for exchange in list(self.exchanges.values())]
         flats = [delta.flat for delta in list(self._deltas.values())]
         return sum(tensor.nbytes for tensor in (*parts, *flats) if tensor is not None)
 
     def fill(self, place: int) -> None:
-        """Copies a bucket into the snapshot."""
+        """Copy a bucket into the snapshot."""
         self._filled[place] = self.flow.buckets[place].snapshot(self.snapshot, place, self.round)
 
     def post(self, place: int) -> None:
-        """Sends a bucket, and copies it into the snapshot before if that was not done."""
+        """Send a bucket, after copying it into the snapshot if that was not done."""
         if place not in self._filled:
             self.fill(place)
         payload, filled = self._filled.pop(place)
@@ -93,11 +93,11 @@ class Transfer:
         self.exchanges[place] = exchange
 
     def post_all(self) -> None:
-        """Sends every bucket that was not sent yet."""
+        """Send every bucket that was not sent yet."""
         missing = [b for b in range(len(self.flow.buckets)) if b not in self.exchanges]
         if self.flow.phase is Phase.AFTER_UPDATE:
-            missing.reverse()  # the forward pass waits for its first layers first
-        # All copies first: sending wakes a thread, which takes the processor from this one.
+            missing.reverse()  # the forward pass needs its first layers first
+        # All copies first: sending wakes a thread, which competes for the processor.
         for place in missing:
             if place not in self._filled:
                 self.fill(place)
@@ -105,16 +105,16 @@ class Transfer:
             self.post(place)
 
     def wait(self, place: int, deadline: float) -> Outcome:
-        """Waits for a bucket until `deadline` (`time.perf_counter`)."""
+        """Wait for a bucket until `deadline` (`time.perf_counter`)."""
         return self._channel.take(self.exchanges[place], max(0.0, deadline - time.perf_counter()))
 
     def wait_all(self, deadline: float) -> None:
-        """Waits for all buckets until `deadline`, and mixes nothing."""
+        """Wait for all buckets until `deadline` without mixing."""
         for place in self.exchanges:
             self.wait(place, deadline)
 
     def is_as_sent(self) -> bool:
-        """Whether the live tensors are, bit for bit, what was sent; for what travels whole."""
+        """Whether the live tensors equal the sent ones bit for bit; for flows sent whole."""
         return all(
             torch.equal(v, sent)
             for bucket, views in zip(self.flow.buckets, self.snapshot.views, strict=True)
@@ -123,10 +123,10 @@ class Transfer:
         )
 
     def prepare(self) -> bool:
-        """Makes the deltas of what arrived; whether all has. From any thread, like `delta`.
+        """Compute the deltas of received parts; return whether all arrived. From any thread.
 
-        On an accelerator they belong to the stream of the training step: what arrived is brought
-        there, and no more.
+        On an accelerator the deltas belong to the stream of the training step: this only copies
+        received parts to the device.
         """
         places = list(self.exchanges)
         arrived = [place for place in places if not self.exchanges[place].open]
@@ -136,7 +136,7 @@ class Transfer:
 
     @torch.no_grad()
     def delta(self, place: int) -> Delta | None:
-        """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
+        """Return `received - snapshot` of a delivered bucket, None if there is nothing to mix."""
         with self._lock:
             exchange = self.exchanges[place]
             received = exchange.received
@@ -144,7 +144,7 @@ class Transfer:
                 return self._deltas.get(place)
             sent = self.snapshot.flats[place]
             version = self._versions.setdefault(place, received._version)
-            if received._version != version:  # it was subtracted in place, and then Ctrl-C came
+            if received._version != version:  # Ctrl-C interrupted after the in-place subtraction
                 sent = torch.zeros_like(sent)
             if self.flow.device.type != "cpu":
                 self._stage(place)
@@ -155,12 +155,12 @@ class Transfer:
             return delta
 
     def forget(self, place: int) -> None:
-        """Drops what was received, once it is mixed."""
+        """Drop a received part after it is mixed."""
         self.exchanges[place].received = None
         self._deltas.pop(place, None)
 
     def describe(self, place: int) -> dict[str, object]:
-        """What a trace shows of an exchange that is over."""
+        """Return a finished exchange's attributes for a trace."""
         exchange = self.exchanges[place]
         return {
             "round": self.round,
@@ -173,11 +173,11 @@ class Transfer:
         }
 
     def release(self) -> None:
-        """Gives the snapshot back, once."""
-        with self._lock:  # the listener must not read what is overwritten
+        """Return the snapshot to its pool, once."""
+        with self._lock:  # the listener must not read an overwritten snapshot
             again, self._is_released = self._is_released, True
             self._staged.clear()
-        if not again:  # it may be another transfer's by now
+        if not again:  # it may belong to another transfer by now
             self.flow.pool.release(self.snapshot)
 
     def _stage(self, place: int) -> None:
@@ -187,14 +187,14 @@ class Transfer:
                 self._staged[place] = stage(received, self.flow.device)
 
     def cancel(self) -> None:
-        """Gives up what has not arrived."""
+        """Cancel exchanges whose parts have not arrived."""
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
 
 
 def earlier_of_partner(transfer: Transfer, late: Sequence[Transfer]) -> list[Transfer]:
-    """Late transfers of earlier rounds with the same partner that are not finished."""
+    """Return unfinished late transfers of earlier rounds with the same partner."""
     return [
         one
         for one in late
@@ -205,6 +205,6 @@ def earlier_of_partner(transfer: Transfer, late: Sequence[Transfer]) -> list[Tra
 
 
 def release(transfers: Sequence[Transfer]) -> None:
-    """Gives the snapshots of transfers back."""
+    """Return the snapshots of transfers to their pools."""
     for transfer in transfers:
         transfer.release()

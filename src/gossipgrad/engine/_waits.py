@@ -1,4 +1,4 @@
-"""How long a step waits for each partner: what is usual on its link, and some more."""
+"""How long a step waits for each partner, by the recent arrivals on its link."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -8,23 +8,23 @@ from gossipgrad.comm import Exchange, Outcome
 
 __all__ = ["Deadlines", "Patience"]
 
-_REMEMBERED = 32  # arrivals a link
-_ENOUGH = 5  # of them, before they decide
-_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_REMEMBERED = 32  # arrivals per link
+_ENOUGH = 5  # arrivals before the wait adapts
+_MAD_TO_DEVIATION = 1.4826  # for a normal distribution
 
 
 class Deadlines:
     """Waits that adapt to each link: median + `deviations` x MAD of its recent arrivals.
 
-    MAD is the median absolute deviation from the median, scaled to be the standard deviation of a
-    normal distribution: unlike that, it does not grow with a few arrivals that were very late. So
-    a slow link gets the time that it needs, and one that was prompt and falls silent holds no step
-    up for long.
+    MAD is the median absolute deviation from the median, scaled to the standard deviation of a
+    normal distribution. Unlike the standard deviation, it does not grow with a few very late
+    arrivals. So a slow link gets the time that it needs, and a prompt link that falls silent does
+    not block a step for long.
 
     Args:
         floor_seconds: The shortest wait.
         ceiling_seconds: The longest, and the wait for a link with fewer than five arrivals.
-        deviations: How many MAD beyond the median a step still waits.
+        deviations: How many MAD beyond the median a step waits.
 
     Example:
         >>> deadlines = Deadlines(floor_seconds=0.1, ceiling_seconds=60.0, deviations=6.0)
@@ -45,11 +45,11 @@ class Deadlines:
         )
 
     def note(self, peer: int, seconds: float) -> None:
-        """Notes how long after this rank's own part a peer's arrived, 0 if it was earlier."""
+        """Record how long after this rank's own part a peer's arrived, 0 if it was earlier."""
         self._arrivals[peer].append(seconds)
 
     def note_all(self, peer: int | None, exchanges: Iterable[Exchange]) -> None:
-        """Notes how long the last of a round's parts took, if any arrived."""
+        """Record the delay of the last of a round's parts, if any arrived."""
         taken = [
             (each.finished_seconds or each.posted_seconds) - each.posted_seconds
             for each in exchanges
@@ -59,7 +59,7 @@ class Deadlines:
             self.note(peer, max(taken))
 
     def of(self, peer: int | None) -> float:
-        """How long to wait for a peer now, in seconds."""
+        """Return how long to wait for a peer now, in seconds."""
         arrivals = () if peer is None else self._arrivals[peer]
         if len(arrivals) < _ENOUGH:
             return self.ceiling_seconds
@@ -70,9 +70,9 @@ class Deadlines:
 
 
 class Patience:
-    """What is left of a step's waits: all that were in vain last no longer than the longest alone.
+    """A budget for the waits of a step: unsuccessful waits together last as long as the longest.
 
-    A wait that ended with the part is what the link usually takes, and costs the next one nothing.
+    A wait that ended with the part is normal for the link, and does not reduce the next one.
 
     Example:
         >>> patience = Patience()
@@ -88,13 +88,13 @@ class Patience:
         self._spent_seconds = 0.0
 
     def renew(self) -> None:
-        """A step is over, and the next one may wait anew."""
+        """Reset the budget for the next step."""
         self._spent_seconds = 0.0
 
     def left(self, seconds: float) -> float:
-        """How much is left of a wait of so many seconds."""
+        """Return how much of a wait of so many seconds is left."""
         return max(0.0, seconds - self._spent_seconds)
 
     def spend(self, seconds: float) -> None:
-        """This step has waited so long in vain."""
+        """Record an unsuccessful wait of this step."""
         self._spent_seconds += seconds

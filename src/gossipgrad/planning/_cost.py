@@ -136,7 +136,7 @@ class AffineCost:
     def hop_of_ring(self, world_size: int) -> "AffineCost":
         """The cost of one hop when this is that of a ring all-reduce over `world_size` ranks.
 
-        The inverse of `ring_all_reduce`: what was measured with few ranks tells of many.
+        The inverse of `ring_all_reduce`: so that a measurement with few ranks predicts many.
 
         Raises:
             ValueError: With one rank there are no hops.
@@ -231,9 +231,9 @@ class PiecewiseCost:
 
 
 def _measured(
-    given: Sequence[float | int], seconds: Sequence[float | int]
+    measured_sizes: Sequence[float | int], seconds: Sequence[float | int]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    sizes, times = np.asarray(given, np.float64), np.asarray(seconds, np.float64)
+    sizes, times = np.asarray(measured_sizes, np.float64), np.asarray(seconds, np.float64)
     if sizes.shape != times.shape or sizes.ndim != 1:
         raise ValueError(f"{sizes.size} sizes and {times.size} times: give a time for each size")
     if not (np.isfinite(sizes).all() and np.isfinite(times).all()):

@@ -43,7 +43,7 @@ class Method:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("a method needs a name: plans tell by it how a group travels")
+            raise ValueError("a method needs a name: plans name it for each group")
         for what in ("select_seconds", "communicate_seconds"):
             _check_callable(getattr(self, what), f"{what} of method {self.name!r}")
 
@@ -162,8 +162,8 @@ def costs(method: Method, what: str, sizes: Int[np.ndarray, " size"]) -> Float[n
     """
     # As floats: products of whole numbers would overflow in an array.
     try:
-        given = np.asarray(getattr(method, what)(sizes.astype(np.float64)), np.float64)
-        found = np.broadcast_to(given, sizes.shape)
+        value = np.asarray(getattr(method, what)(sizes.astype(np.float64)), np.float64)
+        found = np.broadcast_to(value, sizes.shape)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{what} of method {method.name!r} does not give seconds for an array of elements "
@@ -195,15 +195,15 @@ def checked_step(
             f"{len(backward_seconds)} times and {len(sizes)} sizes: give one of each a tensor, in "
             "the order of backward, for one tensor or more"
         )
-    for place, (seconds, elements) in enumerate(zip(backward_seconds, sizes, strict=True)):
+    for tensor, (seconds, elements) in enumerate(zip(backward_seconds, sizes, strict=True)):
         if not 0 <= seconds < math.inf:
             raise ValueError(
-                f"backward of tensor {place} takes {seconds!r} seconds: give a time, finite and 0 "
+                f"backward of tensor {tensor} takes {seconds!r} seconds: give a time, finite and 0 "
                 "or more"
             )
         if not 1 <= elements < math.inf or elements % 1:
             raise ValueError(
-                f"tensor {place} has {elements!r} elements: give a whole number, 1 or more, and "
+                f"tensor {tensor} has {elements!r} elements: give a whole number, 1 or more, and "
                 "leave out tensors without any"
             )
     if not isinstance(methods, Sequence) or not all(isinstance(m, Method) for m in methods):
@@ -218,6 +218,6 @@ def checked_step(
     return [float(t) for t in backward_seconds], [int(n) for n in sizes], known
 
 
-def _check_callable(given: object, what: str) -> None:
-    if not callable(given):
-        raise ValueError(f"{what} is {given!r}: give a function from sizes to seconds")
+def _check_callable(value: object, what: str) -> None:
+    if not callable(value):
+        raise ValueError(f"{what} is {value!r}: give a function from sizes to seconds")

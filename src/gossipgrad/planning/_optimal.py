@@ -95,7 +95,7 @@ class _Groups:
     """Every group of consecutive tensors by every method.
 
     Attributes:
-        reached: Seconds of backward up to each place between tensors, from 0.
+        reached: Seconds of backward up to each boundary between tensors, from 0.
         select: By method, start and stop: seconds on the thread of backward; infinite where a group
             would not be one.
         communicate: The same: seconds on the wire.
@@ -111,28 +111,28 @@ class _Groups:
     ) -> "_Groups":
         ends = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
         start, stop = np.triu_indices(len(ends), 1)
-        distinct, place = np.unique(ends[stop] - ends[start], return_inverse=True)
+        distinct, of_pair = np.unique(ends[stop] - ends[start], return_inverse=True)
         tables = []
         for what in ("select_seconds", "communicate_seconds"):
             table = np.full((len(methods), len(ends), len(ends)), np.inf)
             for at, method in enumerate(methods):
-                table[at, start, stop] = costs(method, what, distinct)[place]
+                table[at, start, stop] = costs(method, what, distinct)[of_pair]
             tables.append(table)
         return cls(np.array([0.0, *accumulate(times)]), *tables)
 
     def bounds(self) -> tuple[Seconds, Seconds]:
-        """From each place on: the least communication, and the earliest finish of what is to come.
+        """From each boundary on: the least communication, and the earliest finish of the rest.
 
         The second is from the start of backward, as if nothing had been selected before.
         """
         last = len(self.reached) - 1
         communicate, finish = np.zeros(last + 1), np.zeros(last + 1)
-        for place in range(last - 1, -1, -1):
-            after = slice(place + 1, None)
-            later = self.communicate[:, place, after] + communicate[after]
-            communicate[place] = later.min()
+        for boundary in range(last - 1, -1, -1):
+            after = slice(boundary + 1, None)
+            later = self.communicate[:, boundary, after] + communicate[after]
+            communicate[boundary] = later.min()
             ends = np.maximum(finish[after], self.reached[after] + later)
-            finish[place] = (ends + self.select[:, place, after]).min()
+            finish[boundary] = (ends + self.select[:, boundary, after]).min()
         return communicate, finish
 
     def search(
@@ -155,18 +155,18 @@ class _Groups:
                 before what comes out, and it may be none.
 
         Returns:
-            The groups as start, stop and place of the method; when they finish; and whether no
+            The groups as start, stop and index of the method; when they finish; and whether no
             front was cut.
         """
         last, is_exact = len(self.reached) - 1, True
         # Of all states: selection so far, end of communication so far, and where they come from.
         selected, ended = np.zeros(1), np.zeros(1)
         source, method = np.full(1, -1), np.full(1, -1)
-        place = np.zeros(1, np.int64)
+        boundary = np.zeros(1, np.int64)
         for stop in range(1, last + 1):
-            select = self.select[:, place, stop] + selected
+            select = self.select[:, boundary, stop] + selected
             end = np.maximum(ended, self.reached[stop] + select)
-            end += self.communicate[:, place, stop]
+            end += self.communicate[:, boundary, stop]
             hopeful = end + communicate[stop] < below
             hopeful &= select + finish[stop] < below
             of, parent = np.nonzero(hopeful)
@@ -182,15 +182,15 @@ class _Groups:
                     x[kept], y[kept] = least
             selected, ended = np.append(selected, x[kept]), np.append(ended, y[kept])
             source, method = np.append(source, parent[kept]), np.append(method, of[kept])
-            place = np.append(place, np.full(kept.size, stop))
-        arrived = np.flatnonzero(place == last)
+            boundary = np.append(boundary, np.full(kept.size, stop))
+        arrived = np.flatnonzero(boundary == last)
         if not arrived.size:
             return [], below, is_exact
         at = int(arrived[np.argmin(ended[arrived])])
         chosen, finished = [], float(ended[at])
         while source[at] >= 0:
             before = int(source[at])
-            chosen.append((int(place[before]), int(place[at]), int(method[at])))
+            chosen.append((int(boundary[before]), int(boundary[at]), int(method[at])))
             at = before
         return chosen[::-1], finished, is_exact
 

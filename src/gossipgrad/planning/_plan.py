@@ -38,7 +38,7 @@ class Span:
 
     Attributes:
         what: `"backward"` or `"select"`, which take turns, or `"communicate"`, beside them.
-        group: Of which group, as its place in the plan.
+        group: Index of its group in the plan.
         start_seconds: When it begins.
         end_seconds: When it ends.
     """
@@ -57,7 +57,7 @@ class Plan:
         groups: In the order of backward: the first begins at tensor 0, each other where the one
             before ends.
         finish_seconds: From the start of backward until the last group has arrived.
-        lower_bound_seconds: No plan of the methods that were given finishes earlier: proved. That
+        lower_bound_seconds: Proved: no plan of these methods finishes earlier. That
             of `plan` is close to `finish_seconds`; the rules prove no more than that backward
             ends.
         names: Of the tensors, in the order in which groups count them. A session finds its tensors
@@ -140,11 +140,13 @@ class Plan:
 
         Raises:
             ValueError: As `plan`; or the plan is for another number of tensors, or names a method
-                that is not given.
+                that is missing.
         """
         times, counts, known = checked_step(backward_seconds, sizes, methods)
         if (tensors := self.groups[-1].stop) != len(counts):
-            raise ValueError(f"a plan for {tensors} tensors was given {len(counts)}: make one anew")
+            raise ValueError(
+                f"a plan for {tensors} tensors, but there are {len(counts)}: make one anew"
+            )
         unknown = {group.method for group in self.groups} - known.keys()
         if unknown:
             raise ValueError(
@@ -211,7 +213,7 @@ def _spans(
     reached = [0.0, *accumulate(times)]
     spans = []
     selected = arrived = 0.0
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         method, elements = known[group.method], sum(counts[group.start : group.stop])
         begun, computed = reached[group.start] + selected, reached[group.stop] + selected
         selected += cost(method, "select_seconds", elements)
@@ -223,5 +225,5 @@ def _spans(
             ("select", computed, ready),
             ("communicate", sent, arrived),
         ):
-            spans.append(Span(what=what, group=place, start_seconds=start, end_seconds=end))
+            spans.append(Span(what=what, group=index, start_seconds=start, end_seconds=end))
     return spans

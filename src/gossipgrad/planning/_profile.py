@@ -101,7 +101,7 @@ class Profile:
     def scaled(self, *, time: float = 1.0, size: float = 1.0) -> "Profile":
         """The same shape of step, to a budget: all times by `time`, all elements by `size`.
 
-        Each parameter keeps at least one element. The source tells the factors.
+        Each parameter keeps at least one element. The source names the factors.
 
         Raises:
             ValueError: A factor is not positive and finite.
@@ -118,25 +118,6 @@ class Profile:
             optimizer_seconds=self.optimizer_seconds * time,
             backward_seconds=tuple(seconds * time for seconds in self.backward_seconds),
             elements=tuple(max(1, round(count * size)) for count in self.elements),
-        )
-
-    def with_batch(self, batch_size: int) -> "Profile":
-        """The step on so many samples: forward and backward in proportion, the update as it is.
-
-        Small batches leave a fast device idle, and take longer than this. The source tells it.
-
-        Raises:
-            ValueError: That is no number of samples.
-        """
-        if batch_size == self.batch_size:
-            return self
-        checked = replace(self, batch_size=batch_size)
-        factor = batch_size / self.batch_size
-        return replace(
-            checked,
-            source=f"{self.source}; batch {batch_size} for {self.batch_size}, in proportion",
-            forward_seconds=self.forward_seconds * factor,
-            backward_seconds=tuple(seconds * factor for seconds in self.backward_seconds),
         )
 
     def to_json(self) -> dict[str, Any]:

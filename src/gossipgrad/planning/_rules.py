@@ -63,10 +63,10 @@ def threshold(
         if not 1 <= limit < math.inf:
             raise ValueError(f"a limit of {limit!r} bytes: it must be 1 or more, and finite")
     cuts, filled = [], 0
-    for place, elements in enumerate(counts[:-1]):
+    for tensor, elements in enumerate(counts[:-1]):
         filled += elements * element_bytes
         if filled >= (size_bytes if cuts else first):
-            cuts.append(place + 1)
+            cuts.append(tensor + 1)
             filled = 0
     return _cut(cuts, times, counts, method)
 
@@ -93,15 +93,15 @@ def mg_wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> 
     cuts = []
     computed = begins = times[0]
     merged, took = counts[0], send(counts[0])
-    for place in range(1, len(counts)):
-        computed += times[place]
-        alone, together = send(counts[place]), send(merged + counts[place])
+    for tensor in range(1, len(counts)):
+        computed += times[tensor]
+        alone, together = send(counts[tensor]), send(merged + counts[tensor])
         waits, saves = computed - begins, took + alone - together
         if waits < took and (waits < 0 or waits < saves):
-            merged, took, begins = merged + counts[place], together, max(begins, computed)
+            merged, took, begins = merged + counts[tensor], together, max(begins, computed)
         else:
-            cuts.append(place)
-            merged, took, begins = counts[place], alone, max(begins + took, computed)
+            cuts.append(tensor)
+            merged, took, begins = counts[tensor], alone, max(begins + took, computed)
     return _cut(cuts, times, counts, method)
 
 
@@ -138,21 +138,21 @@ def omgs_greedy(
     cuts = []
     begun = free = 0.0
     merged, takes = counts[0], times[0]
-    for place in range(1, len(counts)):
-        following = counts[place]
+    for tensor in range(1, len(counts)):
+        following = counts[tensor]
         ready = begun + takes + select(merged)
         sent = max(free, ready)
-        delays = times[place] + select(merged + following)
+        delays = times[tensor] + select(merged + following)
         delays -= select(merged) + select(following) + (sent - ready)
         saves = send(merged) + send(following) - send(merged + following)
-        bound_together = as_published and place == 1
+        bound_together = as_published and tensor == 1
         if delays < saves and not bound_together:
-            merged, takes = merged + following, takes + times[place]
+            merged, takes = merged + following, takes + times[tensor]
         else:
             if not bound_together:
-                cuts.append(place)
+                cuts.append(tensor)
             begun, free = ready, sent + send(merged)
-            merged, takes = following, times[place]
+            merged, takes = following, times[tensor]
     return _cut(cuts, times, counts, method)
 
 

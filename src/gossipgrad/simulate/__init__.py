@@ -12,6 +12,7 @@ from ._collective_steps import Merged as Merged
 from ._collective_steps import PeriodicAverage as PeriodicAverage
 from ._collective_steps import collective_cost as collective_cost
 from ._gossip_steps import Gossip as Gossip
+from ._gossip_steps import Suda as Suda
 from ._measuring import Measured as Measured
 from ._model import Pace as Pace
 from ._model import Setting as Setting
@@ -30,5 +31,4 @@ from ._probe import check_sizes as check_sizes
 from ._probe import probe as probe
 from ._record import record_profile as record_profile
 from ._suda_ranks import SudaRanks as SudaRanks
-from ._suda_steps import Suda as Suda
 from ._virtual_ranks import VirtualRanks as VirtualRanks

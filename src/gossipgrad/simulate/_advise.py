@@ -281,7 +281,7 @@ def _record(
     if isinstance(optimizer, str) or loss is None:
         raise ValueError(
             "a model is recorded by real steps: give its optimizer, a batch and a loss that is "
-            "called as loss(model, *batch), or give a Profile in its place"
+            "called as loss(model, *batch), or give a Profile instead of the model"
         )
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     try:

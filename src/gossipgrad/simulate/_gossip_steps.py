@@ -1,17 +1,20 @@
-"""When steps end under gossip: each rank waits for one partner."""
+"""When steps end under gossip, or decentralized Muon: each rank waits for one partner."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from gossipgrad.topology import RoundPeers, Schedule, by_name
+from gossipgrad.engine import Overlap
+from gossipgrad.muon import make_backbone, resolve_settings
+from gossipgrad.topology import RoundPeers, Schedule, by_name, ring
 
 from ._model import Pace, Setting, Steps, Strategy, Times, check_counts, count_messages, synchronize
 from ._network import shared_finish
 
-__all__ = ["Exchanges", "Flight", "Gossip"]
+__all__ = ["Gossip", "Suda"]
 
 _NOBODY = -1
 _LONGEST_APART = 128  # steps between averages that are stepped through
@@ -96,7 +99,7 @@ class Gossip(Strategy):
         return _GossipSteps(self, setting)
 
 
-class Flight(NamedTuple):
+class _Flight(NamedTuple):
     """The messages of one tensor a parameter: when the first and the last of them arrive."""
 
     first: Times
@@ -110,7 +113,7 @@ class Flight(NamedTuple):
         return np.maximum(np.maximum(now, self.first) + each * self.messages, self.last + each)
 
 
-class Exchanges(Steps):
+class _Exchanges(Steps):
     """Steps in which ranks send snapshots to partners, each over a link of its own.
 
     Args:
@@ -142,7 +145,7 @@ class Exchanges(Steps):
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * snapshots  # when the last ones had left
 
-    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[Flight]]:
+    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[_Flight]]:
         """Copies and sends `copies` tensors a parameter.
 
         Returns:
@@ -175,13 +178,13 @@ class Exchanges(Steps):
 
         each = self._messages
         flights = [
-            Flight(arrive(copy * each + 1), arrive((copy + 1) * each), each, mixing)
+            _Flight(arrive(copy * each + 1), arrive((copy + 1) * each), each, mixing)
             for copy in range(copies)
         ]
         return np.where(sends, now + copy_all, now), flights
 
     @staticmethod
-    def close(now: Times, flights: list[Flight]) -> Times:
+    def close(now: Times, flights: list[_Flight]) -> Times:
         """When each rank has mixed what its partner sent, one message after the other."""
         for flight in flights:
             now = flight.after(now)
@@ -211,7 +214,7 @@ class Exchanges(Steps):
         return alphas, betas
 
 
-class _GossipSteps(Exchanges):
+class _GossipSteps(_Exchanges):
     """See `Gossip`."""
 
     def __init__(self, options: Gossip, setting: Setting) -> None:
@@ -238,7 +241,7 @@ class _GossipSteps(Exchanges):
         self._average_seconds = setting.average_seconds(buckets) if apart else 0.0
         self._average_bytes = setting.ring_bytes(sum(buckets))
         self._round = 0
-        self._flights: list[Flight] = []  # weights, then state
+        self._flights: list[_Flight] = []  # weights, then state
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
@@ -303,3 +306,90 @@ class _GossipSteps(Exchanges):
         read = weights.after(start + pace.stall_seconds, profile.forward_seconds * pace.factor)
         end = self.close(read + sum(profile.backward_seconds) * pace.factor, state)
         return end + profile.optimizer_seconds * pace.factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suda(Strategy):
+    """Decentralized Muon as `gossipgrad.suda` does it.
+
+    Trackers are exchanged between backward and the update, and around them what the backbone
+    exchanges: with one partner that is another in the next step, or on a ring with both neighbours.
+    In overlap the first of it travels behind forward and backward.
+
+    Attributes:
+        backbone: As of `gossipgrad.suda`.
+        topology: As of `gossipgrad.suda`, by name.
+        mode: `"overlap"`, `"sync"`; None: as `gossipgrad.suda` chooses.
+        element_bytes: Of an element on the wire; None: as in the profile.
+        bucket_bytes: Size of a message.
+        seed: Of the rotation of partners.
+
+    Raises:
+        ValueError: As `gossipgrad.suda`.
+    """
+
+    name: str = "suda"
+    backbone: str = "semi-atc-gt"
+    topology: str = "dissemination"
+    mode: str | None = None
+    element_bytes: int | None = None
+    bucket_bytes: int = 4 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(self, "element_bytes", "bucket_bytes")
+        check_counts(self, "seed", least=0)
+        self.overlaps()
+
+    def overlaps(self) -> bool:
+        """Whether the first exchange travels behind forward and backward."""
+        settings = {"backbone": self.backbone, "topology": self.topology, "mode": self.mode}
+        return isinstance(resolve_settings(4, **settings).mode, Overlap)
+
+    def begin(self, setting: Setting) -> Steps:
+        """See `Strategy.begin`."""
+        return _SudaSteps(self, setting)
+
+
+class _SudaSteps(_Exchanges):
+    """See `Suda`."""
+
+    def __init__(self, options: Suda, setting: Setting) -> None:
+        is_ring, p = options.topology == "ring", setting.world_size
+        super().__init__(
+            setting,
+            ring(p) if is_ring else by_name(options.topology, p, seed=options.seed),
+            element_bytes=options.element_bytes,
+            bucket_bytes=options.bucket_bytes,
+        )
+        self._rounds = 1  # of an exchange
+        if is_ring:
+            self._rounds, self.rotation = self.rotation, 1
+        one = [torch.zeros(1)]
+        rule = make_backbone(options.backbone, one)
+        beside, *before = (len(names) for names in [*rule.before(one)] or [()])
+        self._after = [len(names) for names in rule.after(one, one)]
+        self._early = [beside] if beside and options.overlaps() else []
+        self._before = [1 if self._early else 1 + beside, *before]
+
+    def step(self, number: int, start: Times, pace: Pace) -> Times:
+        """See `Steps.step`."""
+        profile = self._setting.profile
+        first = number * self._rounds
+        now, flights = self._send(start, first, self._early)
+        now = pace.after(now, profile.compute_seconds - profile.optimizer_seconds)
+        for copies in self._before:
+            now, more = self._send(now, first, [copies])
+            now, flights = self.close(now, flights + more), []
+        now = now + profile.optimizer_seconds * pace.factor
+        for copies in self._after:
+            now = self.close(*self._send(now, first, [copies]))
+        return now
+
+    def _send(self, now: Times, first: int, exchanges: list[int]) -> tuple[Times, list[_Flight]]:
+        flights: list[_Flight] = []
+        for copies in exchanges:
+            for round in range(first, first + self._rounds):
+                now, more = self.open(now, self._schedule.round_peers(round), copies)
+                flights += more
+        return now, flights

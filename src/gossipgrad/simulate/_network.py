@@ -330,7 +330,7 @@ def shared_finish(
         served_bytes += rate * span
         now = np.where(live, moment, now)
         goes, comes = live & leaves, live & ~leaves
-        # What is left over of a flow that ends now is rounding: it is taken as nothing.
+        # What is left over of a flow that ends now is rounding: it counts as nothing.
         served_bytes[goes] = (entered[uplinks, departed] + size_bytes)[goes]
         ends[uplinks[goes], departed[goes]] = now[goes]
         departed[goes] += 1

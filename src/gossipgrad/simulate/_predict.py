@@ -8,10 +8,9 @@ import numpy as np
 from gossipgrad.planning import Profile
 
 from ._collective_steps import AllReduce, Local, Merged, PeriodicAverage
-from ._gossip_steps import Gossip
+from ._gossip_steps import Gossip, Suda
 from ._model import Setting, Strategy, Workers
 from ._network import Network
-from ._suda_steps import Suda
 
 __all__ = ["STRATEGIES", "Prediction", "predict", "strategy_by_name"]
 

@@ -124,7 +124,7 @@ def probe(
     except BaseException:
         group.close()  # the others must not wait for this one
         raise
-    # Rings of many ranks are mostly start-up whatever the size: exchanges tell their rate as well.
+    # Rings of many ranks are mostly start-up whatever the size: exchanges show their rate as well.
     lacking = "exchange" in found.untold or any(found.left_out[what] for what in found.untold)
     if lacking and group.rank == 0:
         warnings.warn(f"the network is not fully known: {'; '.join(found.doubts())}", stacklevel=2)

@@ -1,16 +1,15 @@
-"""Recording what a step of the user's own model costs on their own device."""
+"""Recording the cost of a step of the user's own model on their own device."""
 
 import inspect
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.planning import Profile
 
@@ -29,24 +28,22 @@ def record_profile(
 ) -> Profile:
     """Times forward, each parameter's gradient and the update, over some steps on this device.
 
-    The steps are real: `model` is trained by them, on the same batch each time, so record a model
-    that may be spoilt. Nothing is communicated. Hooks come off at the end, also after an error.
-    On a GPU the times are those of CUDA events: what the GPU takes, gaps included in which it waits
-    for Python. Each figure is the median over the steps; gradients stand in the order in which they
-    come.
+    The steps are real: they train `model`, on the same batch each time, so record a copy. Nothing
+    is communicated. Hooks are removed at the end, also after an error. On a GPU the times are those
+    of CUDA events, with the gaps in which it waits for Python. Each figure is the median over the
+    steps; gradients are listed in the order in which they are ready.
 
-    What follows the last gradient counts as the optimizer's. Elements are counted in units of the
+    The time after the last gradient counts as the optimizer's. Elements are counted in units of the
     narrowest parameter's, so that bytes are right where types are mixed.
 
     Args:
-        model: Where it shall run, in training mode.
-        optimizer: Trains it.
-        batch: What a step takes, on the model's device; samples are counted by the first tensor's
-            dim 0.
+        model: On its device, in training mode.
+        optimizer: Of its parameters.
+        batch: The tensors of a step, on the model's device; the samples are in dim 0 of the first.
         loss: Called as `loss(model, *batch)`; returns a scalar.
         name: Of the profile; by default the model's class.
         steps: Steps that are recorded.
-        warm_up_steps: Steps before them, in which kernels are chosen and memory is found.
+        warm_up_steps: Steps before them, in which kernels are chosen and memory is allocated.
 
     Returns:
         The profile, with source `"recorded"` and how.
@@ -65,13 +62,7 @@ def record_profile(
         >>> sorted(profile.names), profile.batch_size, profile.size_bytes
         (['0.bias', '0.weight', '2.bias', '2.weight'], 16, 232)
     """
-    if steps < 1 or warm_up_steps < 0:
-        raise ValueError(
-            f"steps={steps} and warm_up_steps={warm_up_steps}: record at least one step, "
-            "after 0 or more that are not"
-        )
-    if not batch or batch[0].dim() == 0:
-        raise ValueError("batch is empty: give the tensors of one step, samples in dim 0")
+    _check(optimizer, batch, steps, warm_up_steps)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) in owned}
     if not parameters:
@@ -79,30 +70,50 @@ def record_profile(
             "the optimizer trains no parameter of this model: give the optimizer made of "
             "model.parameters()"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__} computes the loss itself, as often as it likes: give an "
-            "optimizer whose step() needs no closure"
-        )
     device = next(iter(parameters.values())).device
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    with _Hooks(parameters, clock) as ready:
-        timed = []
+    ready: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        if name in ready:
+            raise ValueError(
+                f"parameter {name!r} got its gradient twice in one step: call backward() once, or "
+                "record one of the accumulated batches"
+            )
+        ready[name] = clock.mark()
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
+        for name, parameter in parameters.items()
+    ]
+    try:
+        recorded = []
         for number in range(warm_up_steps + steps):
             ready.clear()
-            times = _step(model, optimizer, batch, loss, clock)
+            start, computed, end = _step(model, optimizer, batch, loss, clock)
             if number >= warm_up_steps:
-                timed.append((times, dict(ready)))
+                recorded.append(_Step(start, computed, end, dict(ready)))
         clock.synchronize()
-    return _profile(
-        name or type(model).__name__,
-        device,
-        batch[0].shape[0],
-        parameters,
-        timed,
-        clock,
-        optimizer,
+    finally:
+        for handle in handles:
+            handle.remove()
+    forward, step, after = _medians(recorded, clock)
+    names = tuple(after)
+    trained = [parameters[known] for known in names]
+    unit = min(parameter.itemsize for parameter in trained)
+    moments = [0.0, *after.values()]
+    return Profile(
+        name=name or type(model).__name__,
+        device=_device_name(device),
+        source=f"recorded: medians over {steps} steps with torch {torch.__version__}",
+        batch_size=batch[0].shape[0],
+        forward_seconds=forward,
+        optimizer_seconds=max(0.0, step - forward - moments[-1]),
+        names=names,
+        elements=tuple(p.numel() * p.itemsize // unit for p in trained),
+        backward_seconds=tuple(later - earlier for earlier, later in pairwise(moments)),
+        element_bytes=unit,
+        state_copies=_state_copies(optimizer, trained),
     )
 
 
@@ -113,14 +124,14 @@ class _HostClock:
         return time.perf_counter()
 
     def synchronize(self) -> None:
-        """Everything has happened already."""
+        """Nothing is outstanding."""
 
     def between(self, start: Any, end: Any) -> float:
         return end - start
 
 
 class _CudaClock:
-    """Moments of the GPU's stream, read once it has come there."""
+    """Moments of the GPU's stream, read after it has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,33 +151,29 @@ class _CudaClock:
 _Clock = _HostClock | _CudaClock
 
 
-class _Hooks:
-    """While it lasts, notes when each parameter's gradient is ready."""
+class _Step(NamedTuple):
+    """Moments of a step: its start, the end of forward, its end, and when gradients are ready."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], clock: _Clock) -> None:
-        self._parameters = parameters
-        self._clock = clock
-        self._ready: dict[str, Any] = {}
-        self._handles: list[RemovableHandle] = []
+    start: Any
+    computed: Any
+    end: Any
+    ready: dict[str, Any]
 
-    def __enter__(self) -> dict[str, Any]:
-        for name, parameter in self._parameters.items():
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._note(name))
-            )
-        return self._ready
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _note(self, name: str) -> None:
-        if name in self._ready:
-            raise ValueError(
-                f"parameter {name!r} got its gradient twice in one step: call backward() once, or "
-                "record one of the accumulated batches"
-            )
-        self._ready[name] = self._clock.mark()
+def _check(optimizer: Optimizer, batch: Sequence[Tensor], steps: int, warm_up_steps: int) -> None:
+    if steps < 1 or warm_up_steps < 0:
+        raise ValueError(
+            f"steps={steps} and warm_up_steps={warm_up_steps}: record at least one step, "
+            "after 0 or more that are not"
+        )
+    if not batch or batch[0].dim() == 0:
+        raise ValueError("batch is empty: give the tensors of one step, samples in dim 0")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss itself, as often as it likes: give an "
+            "optimizer whose step() needs no closure"
+        )
 
 
 def _step(
@@ -190,62 +197,36 @@ def _step(
     return start, computed, clock.mark()
 
 
-def _profile(
-    name: str,
-    device: torch.device,
-    batch_size: int,
-    parameters: dict[str, nn.Parameter],
-    timed: list[tuple[tuple[Any, Any, Any], dict[str, Any]]],
-    clock: _Clock,
-    optimizer: Optimizer,
-) -> Profile:
-    with_gradient = set().union(*(ready for _, ready in timed))
-    if not with_gradient:
+def _medians(steps: list[_Step], clock: _Clock) -> tuple[float, float, dict[str, float]]:
+    """Seconds of forward, of a step, and from forward until each gradient is ready, in order."""
+    names = set().union(*(step.ready for step in steps))
+    if not names:
         raise ValueError("no parameter got a gradient: does the loss depend on the model?")
-    for _, ready in timed:
-        if missing := sorted(with_gradient - ready.keys()):
+    for step in steps:
+        if missing := sorted(names - step.ready.keys()):
             raise ValueError(
                 f"parameter {missing[0]!r} got a gradient in some steps only: record a batch that "
-                "takes the same way through the model each time"
+                "takes the same path through the model each time"
             )
     after = {
-        known: statistics.median(
-            clock.between(computed, ready[known]) for (_, computed, _), ready in timed
-        )
-        for known in with_gradient
+        name: median(clock.between(step.computed, step.ready[name]) for step in steps)
+        for name in steps[-1].ready
     }
-    # Gradients that come at one moment stay in the order of the last step.
-    order = sorted(timed[-1][1], key=lambda known: after[known])
-    forward = statistics.median(clock.between(start, computed) for (start, computed, _), _ in timed)
-    step = statistics.median(clock.between(start, end) for (start, _, end), _ in timed)
-    unit = min(parameters[known].itemsize for known in order)
-    moments = [0.0, *(after[known] for known in order)]
-    return Profile(
-        name=name,
-        device=_device_name(device),
-        source=f"recorded: medians over {len(timed)} steps with torch {torch.__version__}",
-        batch_size=batch_size,
-        forward_seconds=forward,
-        optimizer_seconds=max(0.0, step - forward - moments[-1]),
-        names=tuple(order),
-        elements=tuple(
-            parameters[known].numel() * parameters[known].itemsize // unit for known in order
-        ),
-        backward_seconds=tuple(later - earlier for earlier, later in pairwise(moments)),
-        element_bytes=unit,
-        state_copies=_state_copies(optimizer, [parameters[known] for known in order]),
-    )
+    forward = median(clock.between(step.start, step.computed) for step in steps)
+    whole = median(clock.between(step.start, step.end) for step in steps)
+    # Gradients that are ready at one moment stay in the order of the last step.
+    return forward, whole, dict(sorted(after.items(), key=lambda item: item[1]))
 
 
 def _state_copies(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:
     """Tensors of state for each of them, by their elements."""
-    held = sum(
+    elements = sum(
         value.numel()
         for parameter in parameters
         for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
-    return round(held / sum(p.numel() for p in parameters))
+    return round(elements / sum(p.numel() for p in parameters))
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,27 +9,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from gossipgrad.comm import DEFAULT_BUCKET_BYTES
 from gossipgrad.decentralized import (
     GossipAdamW,
+    GossipSettings,
     Payload,
     Weights,
     WeightsAndState,
-    check_exchanges,
     check_moments,
+    check_settings,
     resolve_payload,
+    resolve_settings,
     travels,
 )
-from gossipgrad.engine import (
-    NON_NEGATIVE,
-    Mode,
-    Overlap,
-    Stale,
-    Sync,
-    check_stale,
-    resolve_average_every,
-    resolve_mode,
-)
-from gossipgrad.topology import Schedule, by_name
+from gossipgrad.engine import NON_NEGATIVE, Mode, Overlap, Stale, Sync
+from gossipgrad.topology import Schedule
 
 from ._exchange import Exchange
 from ._replicas import Batches, Loss, Losses, Ranks, Replicas, mean_of
@@ -146,28 +140,20 @@ class VirtualRanks(Ranks):
             strategy, payload, {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
         )
         self._lagged = gossips and mode == "lagged"
-        self._mode = _resolve_mode(mode if gossips and not self._lagged else "overlap")
-        self._payload = _resolve_payload(payload, strategy)
-        self._average_every = _resolve_average_every(average_every, strategy, world_size)
-        self._reduced_steps = _resolve_reduced_steps(strategy, post_local_after)
-        self._exchanges = exchanges
-        if exchanges != 1:
-            check_exchanges(exchanges, self._mode)
-        if gossips and wire_dtype is not None and not wire_dtype.is_floating_point:
-            raise ValueError(
-                f"wire_dtype is {wire_dtype}, but weights travel as a floating type such as "
-                "torch.bfloat16"
-            )
-        self._wire_dtype = wire_dtype if gossips else None
-        self._schedule = _make_schedule(topology, world_size, seed, self._mode) if gossips else None
-        if self._schedule is not None and isinstance(self._mode, Stale):
-            check_stale(
-                self._mode,
-                average_every=average_every,
-                symmetric=self._schedule.symmetric,
-                topology=str(self._schedule),
-            )
-        self._delay = _resolve_delay(delay, self._mode)
+        settings = _settings_of_session(
+            world_size,
+            topology=topology if gossips else None,
+            mode="overlap" if mode is None or self._lagged or not gossips else mode,
+            payload=_payload_of(strategy, payload),
+            average_every=_average_every_of(strategy, average_every),
+            exchanges=exchanges,
+            wire_dtype=wire_dtype if gossips else None,
+            seed=seed if gossips else 0,
+        )
+        self._settings = settings
+        self._schedule = settings.schedule if gossips else None
+        self._delay = _delay_of(settings.mode, delay)
+        self._reduced_steps = _reduced_steps_of(strategy, post_local_after)
         shared = strategy == "allreduce"
         super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=shared))
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
@@ -178,13 +164,13 @@ class VirtualRanks(Ranks):
         self._kind = {
             "world_size": world_size,
             "strategy": strategy,
-            "mode": "Lagged" if self._lagged else type(self._mode).__name__,
+            "mode": "Lagged" if self._lagged else type(settings.mode).__name__,
             "delay": self._delay,
-            "payload": str(self._payload),
+            "payload": str(settings.payload),
             "topology": None if self._schedule is None else self._schedule.describe(),
-            "average_every": self._average_every,
+            "average_every": settings.average_every,
             "exchanges": exchanges,
-            "wire_dtype": None if self._wire_dtype is None else str(wire_dtype),
+            "wire_dtype": None if settings.wire_dtype is None else str(wire_dtype),
             "post_local_after": self._reduced_steps,
             "optimizer": type(self.optimizer).__name__,
         }
@@ -204,14 +190,14 @@ class VirtualRanks(Ranks):
                 its second.
         """
         losses = self._backward(x, y)
-        reduced = self._reduced_steps
+        reduced, every = self._reduced_steps, self._settings.average_every
         if reduced is not None and self.steps < reduced:
             self._replicas.mean_gradients()
         with torch.no_grad():
             self._update()
         self.steps += 1
         local = 0 if reduced is None else self.steps - reduced
-        if self._average_every is not None and local > 0 and local % self._average_every == 0:
+        if every is not None and local > 0 and local % every == 0:
             self.average_()
         return losses
 
@@ -224,7 +210,7 @@ class VirtualRanks(Ranks):
         if self._exchange is not None:
             for round in self._exchange.outstanding:
                 self._exchange.close(round, self._tensors_of(round))
-        with_state = isinstance(self._payload, WeightsAndState)
+        with_state = isinstance(self._settings.payload, WeightsAndState)
         for stacked in self._weights + (self._state() if with_state else []):
             stacked.copy_(mean_of(stacked))
 
@@ -282,8 +268,8 @@ class VirtualRanks(Ranks):
 
     def _update(self) -> None:
         """The optimizer's step, and around it the round."""
-        exchange, first = self._exchange, self.steps * self._exchanges
-        is_sync = isinstance(self._mode, Sync)
+        exchange, rounds = self._exchange, self._settings.exchanges
+        is_sync = isinstance(self._settings.mode, Sync)
         if exchange is not None and not is_sync:
             exchange.open(self.steps, self._tensors_of(self.steps))
         self.optimizer.step()
@@ -291,9 +277,9 @@ class VirtualRanks(Ranks):
             return
         if self.steps == 0:
             for state in self.optimizer.state.values():
-                check_moments(self._payload, state)
+                check_moments(self._settings.payload, state)
         if is_sync:
-            for round in range(first, first + self._exchanges):
+            for round in range(self.steps * rounds, (self.steps + 1) * rounds):
                 exchange.open(round, self._tensors_of(round))
                 self._close(exchange, round)
         elif self.steps >= self._delay:
@@ -312,7 +298,7 @@ class VirtualRanks(Ranks):
 
     def _tensors_of(self, round: int) -> list[Tensor]:
         """The tensors that a round exchanges."""
-        payload = self._payload
+        payload = self._settings.payload
         if isinstance(payload, WeightsAndState) and round % payload.every == 0:
             return self._weights + self._state()
         return self._weights
@@ -326,7 +312,7 @@ class VirtualRanks(Ranks):
             (key, value)
             for parameter in self._replicas.parameters.values()
             for key, value in self.optimizer.state.get(parameter, {}).items()
-            if travels(self._payload, key)
+            if travels(self._settings.payload, key)
             and isinstance(value, Tensor)
             and value.is_floating_point()
             and value.shape == parameter.shape
@@ -335,11 +321,12 @@ class VirtualRanks(Ranks):
     def _make_exchange(self) -> Exchange | None:
         if self._schedule is None:
             return None
+        mode = self._settings.mode
         return Exchange(
             self._schedule,
-            self._wire_dtype,
+            self._settings.wire_dtype,
             lagged=self._lagged,
-            weight=self._mode.weight if isinstance(self._mode, Stale) else None,
+            weight=mode.weight if isinstance(mode, Stale) else None,
             delay=self._delay,
         )
 
@@ -363,29 +350,34 @@ def _check_strategy(strategy: str, payload: object, of_gossip: dict[str, object]
     return False
 
 
-def _resolve_mode(mode: str | Mode | None) -> Overlap | Sync | Stale:
-    resolved = resolve_mode("overlap" if mode is None else mode)
-    if not isinstance(resolved, Overlap | Sync | Stale):
+def _settings_of_session(world_size: int, **options: Any) -> GossipSettings:
+    """The settings that a session of gossip would have."""
+    check_settings(**options)
+    payload = resolve_payload(options["payload"], Overlap())
+    if not isinstance(payload, Weights | WeightsAndState):
         raise ValueError(
-            f"mode {resolved} cannot be simulated: choose 'overlap', 'sync', 'stale' or 'lagged'"
-        )
-    return resolved
-
-
-def _resolve_payload(payload: str | Payload | None, strategy: str) -> Weights | WeightsAndState:
-    if strategy == "every-log-p":
-        return WeightsAndState()
-    is_ignored = payload is None or strategy == "allreduce"
-    resolved = resolve_payload("weights" if is_ignored else payload, Overlap())
-    if not isinstance(resolved, Weights | WeightsAndState):
-        raise ValueError(
-            f"virtual ranks exchange weights, with or without state, and not {resolved}: choose "
+            f"virtual ranks exchange weights, with or without state, and not {payload}: choose "
             "payload='weights' or 'weights+state'"
         )
-    return resolved
+    # Local steps, masks and buckets are not simulated.
+    settings = resolve_settings(
+        world_size, **options, every=1, compress=None, bucket_bytes=DEFAULT_BUCKET_BYTES
+    )
+    if not isinstance(settings.mode, Overlap | Sync | Stale):
+        raise ValueError(
+            f"mode {settings.mode} cannot be simulated: choose 'overlap', 'sync', 'stale' or "
+            "'lagged'"
+        )
+    return settings
 
 
-def _resolve_average_every(every: int | str | None, strategy: str, world_size: int) -> int | None:
+def _payload_of(strategy: str, payload: str | Payload | None) -> str | Payload:
+    if strategy == "every-log-p":
+        return WeightsAndState()
+    return Weights() if payload is None or strategy == "allreduce" else payload
+
+
+def _average_every_of(strategy: str, every: int | str | None) -> int | str | None:
     if strategy in ("allreduce", "every-log-p") and every is not None:
         raise ValueError(
             f"average_every={every!r} with strategy {strategy!r}, which has a rule of its own: "
@@ -396,10 +388,10 @@ def _resolve_average_every(every: int | str | None, strategy: str, world_size: i
             "strategy 'post-local-sgd' averages in its second part: give average_every, the steps "
             "between two averages"
         )
-    return resolve_average_every("log_p" if strategy == "every-log-p" else every, world_size)
+    return "log_p" if strategy == "every-log-p" else every
 
 
-def _resolve_reduced_steps(strategy: str, post_local_after: int | None) -> int | None:
+def _reduced_steps_of(strategy: str, post_local_after: int | None) -> int | None:
     """Steps from the start in which gradients are averaged; None for all."""
     if (strategy == "post-local-sgd") != (post_local_after is not None):
         raise ValueError(
@@ -411,36 +403,20 @@ def _resolve_reduced_steps(strategy: str, post_local_after: int | None) -> int |
     return None if strategy == "allreduce" else post_local_after or 0
 
 
-def _make_schedule(
-    topology: str | Schedule | None, world_size: int, seed: int, mode: Mode
-) -> Schedule:
-    if topology is None:
-        topology = "matching" if isinstance(mode, Stale) else "dissemination"
-    if isinstance(topology, str):
-        return by_name(topology, world_size, seed=seed)
-    if topology.world_size != world_size:
-        raise ValueError(
-            f"the topology is for {topology.world_size} ranks, but world_size is {world_size}: "
-            "build both for the same number"
-        )
-    return topology
-
-
-def _resolve_delay(delay: int | None, mode: Mode) -> int:
-    if isinstance(mode, Stale):
-        if delay is None:
-            return mode.max_staleness
-        if not 0 <= delay <= mode.max_staleness:
+def _delay_of(mode: Mode, delay: int | None) -> int:
+    if not isinstance(mode, Stale):
+        if delay is not None:
             raise ValueError(
-                f"delay is {delay}, but a round of {mode} is 0 to {mode.max_staleness} rounds late"
+                f"delay={delay} with mode {mode}: exchanges are late in mode stale alone; leave it "
+                "out, or use mode=Stale(max_staleness=...)"
             )
-        return delay
-    if delay is not None:
+        return 0
+    delay = mode.max_staleness if delay is None else delay
+    if not 0 <= delay <= mode.max_staleness:
         raise ValueError(
-            f"delay={delay} with mode {mode}: exchanges are late in mode stale alone; leave it "
-            "out, or use mode=Stale(max_staleness=...)"
+            f"delay is {delay}, but a round of {mode} is 0 to {mode.max_staleness} rounds late"
         )
-    return 0
+    return delay
 
 
 def _make_optimizer(

@@ -1,4 +1,4 @@
-"""Merged gradient sparsification: the largest elements travel, the rest is carried over."""
+"""Merged gradient sparsification: send the largest elements, carry the rest over."""
 
 from gossipgrad.sparsification._ddp import CommHook as CommHook
 from gossipgrad.sparsification._ddp import ddp_hook as ddp_hook

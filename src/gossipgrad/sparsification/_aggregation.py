@@ -1,4 +1,4 @@
-"""A round: gradients of all ranks become their sparsified mean while backward goes on."""
+"""A round: aggregate the sparsified gradients of all ranks during backward."""
 
 import statistics
 from collections import Counter, deque
@@ -23,8 +23,8 @@ from gossipgrad.sparsification._streams import make_clock
 
 __all__ = ["Aggregation", "Counters", "scale_of"]
 
-_REMEMBERED = 50  # rounds whose times count for the median
-_BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
+_REMEMBERED = 50  # number of rounds for the median time
+_BREAK_SECONDS = 5.0  # for this rank's collectives to end after the group is closed
 _BROKEN_OFF = "a backward pass was broken off by an exception after gradients were sent"
 _CLOSED_INSIDE = (
     "the session was closed in the middle of a backward pass, so its gradients are not averaged, "
@@ -34,7 +34,7 @@ _CLOSED_INSIDE = (
 
 @dataclass(slots=True)
 class Counters:
-    """What a session has counted; see `SparseStats`."""
+    """The counters of a session; see `SparseStats`."""
 
     rounds: int = 0
     nonfinite_rounds: int = 0
@@ -44,34 +44,34 @@ class Counters:
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
     scale: float = 1.0
-    """The factor of loss scaling that residuals have in them."""
+    """The loss scale of the residuals."""
 
     def load(self, counted: Mapping[str, Any]) -> None:
-        """Counts on from what `dataclasses.asdict` gave."""
+        """Load the result of `dataclasses.asdict`."""
         for name, value in counted.items():
             setattr(self, name, value)
 
 
 class Aggregation:
-    """All groups of a session, their queue, and the rounds they go through together.
+    """All groups of a session, their queue, and their rounds.
 
     Args:
         parameters: By name, in the order of backward.
-        group: For collectives; nothing else talks on it while a round is under way.
-        settings: Of the session.
-        merges: The groups to begin with.
-        after_round: Called after each round, when nothing is under way; it may `regroup`.
-        counters: Counted on; those of the session.
-        scaler: Whose scale the gradients have in them.
+        group: Runs the collectives; not used for others during a round.
+        settings: The session's settings.
+        merges: The first groups.
+        after_round: Called after each round, with nothing in flight; it may `regroup`.
+        counters: The session's counters.
+        scaler: The scaler that scales the gradients.
         recorder: Gets spans of time.
 
     Attributes:
-        counters: As given.
-        names: Of the parameters, in the order of backward.
-        parameters: The same.
+        counters: The session's counters, as passed.
+        names: Names of the parameters, in the order of backward.
+        parameters: The parameters, in the same order.
         groups: The groups.
         passes: The backward passes.
-        broken: Why there are no more rounds, None while there are.
+        broken: Why no further round is possible, None while rounds are.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Aggregation:
     ) -> None:
         self.counters = counters
         self.broken: str | None = None
-        self._last_counts = False  # whether the last round may be stepped with though it is broken
+        self._last_counts = False  # whether a step may still use a broken last round
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self.names = list(parameters)
@@ -122,22 +122,22 @@ class Aggregation:
             raise
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether gradients of it are averaged here."""
+        """Whether its gradients are averaged here."""
         return id(parameter) in self._known
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each parameter, in the same order."""
+        """Number of elements of each parameter, in the same order."""
         return [p.numel() for p in self.parameters]
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
+        """The device of the gradients."""
         return self.parameters[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of most elements of the gradients."""
+        """The dtype of most gradient elements."""
         elements: Counter[torch.dtype] = Counter()
         for p in self.parameters:
             elements[p.dtype] += p.numel()
@@ -145,21 +145,21 @@ class Aggregation:
 
     @property
     def density(self) -> float:
-        """Asked for in the last round, on average over all coordinates, whatever their method."""
+        """The requested density of the last round, averaged over all coordinates."""
         return self.average(self._densities)
 
     def average(self, densities: tuple[float, ...]) -> float:
-        """Of the densities of all parameters, over their coordinates."""
+        """Average the densities of all parameters over their coordinates."""
         asked = sum(n * rho for n, rho in zip(self.sizes, densities, strict=True))
         return asked / sum(self.sizes)
 
     @property
     def median_seconds(self) -> float | None:
-        """From the first gradient until all groups have come, of the last rounds."""
+        """Median time from the first gradient to the last group's end, of the last rounds."""
         return statistics.median(self._finished) if self._finished else None
 
     def stamps(self) -> dict[str, float]:
-        """Seconds from the first gradient of the last pass to each, by name, as they came."""
+        """Seconds from the first gradient of the last pass to each, by name, in arrival order."""
         places = sorted(self.passes.turns, key=self.passes.turns.__getitem__)
         moments = [self.passes.stamps[place] for place in places]
         seconds = self._clock.seconds(moments) if moments else []
@@ -172,12 +172,12 @@ class Aggregation:
         names: Sequence[str] | None = None,
         carried: Mapping[str, CarriedOver] | None = None,
     ) -> None:
-        """Other groups of the same parameters, maybe in another order; between rounds.
+        """Change the groups, and optionally the order of parameters; between rounds.
 
         Args:
             merges: The groups.
-            names: The order; None: it stays.
-            carried: What is carried over, by name; None: what is now, which goes with its tensors.
+            names: The order; None: unchanged.
+            carried: The carried-over state by name; None: the current state of each tensor.
         """
         assert not self.passes.began
         carried = self.carried_over() if carried is None else carried
@@ -196,7 +196,7 @@ class Aggregation:
         by_name = dict(zip(self.names, self.parameters, strict=True))
         by_name = {name: by_name[name] for name in names}
         for made in self.groups:
-            made.free_buffers()  # before memory for the next is taken; what is carried over stays
+            made.free_buffers()  # before the next ones are allocated; carried-over state stays
         groups = []
         for merge in merges:
             of = names[merge.start : merge.stop]
@@ -219,15 +219,15 @@ class Aggregation:
         self.passes.regroup([range(merge.start, merge.stop) for merge in merges])
 
     def carried_over(self) -> dict[str, CarriedOver]:
-        """What is carried over, by name of the parameter, in the order of backward."""
+        """Return the carried-over state by parameter name, in the order of backward."""
         of_groups = [each for made in self.groups for each in made.carried_over()]
         return dict(zip(self.names, of_groups, strict=bool(self.groups)))
 
     def check_steps(self, *, averaged: bool) -> None:
-        """Returns if an optimizer may step now; `averaged`: with gradients of the last round.
+        """Check that an optimizer may step now; `averaged`: with gradients of the last round.
 
         Raises:
-            GossipError: In the middle of a backward pass, or if there are no more rounds.
+            GossipError: In the middle of a backward pass, or if no further round is possible.
         """
         if self.broken is not None and not (averaged and self._last_counts):
             raise GossipError(self.broken)
@@ -238,15 +238,15 @@ class Aggregation:
             )
 
     def has_gradients(self) -> bool:
-        """Whether some gradient is there that is not zero."""
+        """Whether any gradient is not zero."""
         grads = (p.grad for p in self.parameters if p.grad is not None)
         return any(grad.layout is not torch.strided or bool(grad.any()) for grad in grads)
 
     @torch.no_grad()
     def run_now(self) -> None:
-        """A round without a backward pass: of what is in `.grad`, wherever it came from.
+        """Run a round without a backward pass, on the current `.grad`.
 
-        Where that is zeros alone, this rank sends nothing of what it carries over either.
+        If that is all zeros, this rank does not send carried-over elements either.
         """
         self.passes.open()
         self._empty = not self.has_gradients()
@@ -257,12 +257,12 @@ class Aggregation:
                 self._give_up("a step was broken off by an exception in its round")
 
     def end(self, why: str, *, last_counts: bool = False) -> None:
-        """From now on there are no rounds, nor steps but maybe that of the last one; local."""
+        """End all rounds, and steps except possibly that of the last round; local."""
         self.broken, self._last_counts = why, last_counts
         self._group.close()
 
     def close(self) -> None:
-        """Takes the hooks off and ends the thread; local. A round under way fails."""
+        """Remove the hooks and end the thread; local. A running round fails."""
         if self.passes.began and self.broken is None:
             self.end(_CLOSED_INSIDE)
         self.passes.remove()
@@ -279,7 +279,7 @@ class Aggregation:
             self._use(densities)
 
     def _rescale(self) -> None:
-        """What is carried over is from now on in units of another loss scale."""
+        """Convert the carried-over state to the current loss scale."""
         scale = scale_of(self._scaler)
         if scale != self.counters.scale:
             for made in self.groups:
@@ -305,10 +305,10 @@ class Aggregation:
             self._recorder.span("select", start, perf_counter(), bucket=number)
 
     def _grads(self, number: int) -> list[Tensor | None]:
-        """What each parameter of a group brings to a round; None if nothing.
+        """Return each parameter's gradient for a round; None if it has none.
 
-        It is all that `.grad` holds, also where this pass left out the parameter: on ranks where it
-        did not, the mean of an earlier pass is part of the gradient, and so it must be on all.
+        It is the whole `.grad`, even if this pass skipped the parameter: on other ranks the mean of
+        an earlier pass is part of the gradient, and so it must be on all.
         """
         grads: list[Tensor | None] = []
         merge = self.merges[number]
@@ -323,7 +323,7 @@ class Aggregation:
         return grads
 
     def _end(self) -> None:
-        """Waits for all groups and writes the mean into the gradients."""
+        """Wait for all groups and write the mean into the gradients."""
         if self.broken is None:
             self.passes.launch_rest()
         start = perf_counter()
@@ -384,7 +384,7 @@ class Aggregation:
             made.write(targets)
             if finite:
                 made.accept()
-            else:  # no optimizer may step with a round that another one's scaler leaves out
+            else:  # no optimizer may step with a round that another one's scaler skips
                 torch._foreach_mul_(targets, torch.nan)
 
     def _record(self, start: float, end: float) -> None:
@@ -398,7 +398,7 @@ class Aggregation:
 
     @torch.no_grad()
     def _give_up(self, why: str) -> None:
-        """Nothing of this round counts, and there is no next; the end notifies the others."""
+        """Discard this round and end all rounds, which notifies the others."""
         self.end(
             self.broken
             or f"gradients are not aggregated any more: {why}. Weights and residuals are as they "
@@ -414,5 +414,5 @@ class Aggregation:
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    """What gradients are multiples of: 1 where there is no scaler, or none that is enabled."""
+    """Return the loss scale: 1 without an enabled scaler."""
     return 1.0 if scaler is None or not scaler.is_enabled() else scaler.get_scale()

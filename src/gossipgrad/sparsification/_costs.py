@@ -1,4 +1,4 @@
-"""What selection and collectives cost here: measured with the code that does them, bit by bit."""
+"""Measurement of the cost of selection and collectives, with their own code, step by step."""
 
 import statistics
 from collections.abc import Generator, Sequence
@@ -17,10 +17,10 @@ __all__ = ["measure_methods"]
 _FIRST_ELEMENTS = 256
 _GROWTH = 4
 _MOST_ELEMENTS = 1 << 22
-_RUNS = 4  # of a size, of which the first takes memory and does not count
-_FEWEST_SIZES = 2  # that a line needs
+_RUNS = 4  # per size; the first allocates memory and does not count
+_FEWEST_SIZES = 2  # for a line
 _LONGEST_RUN = 2.0  # steps: a size that is expected to take longer is not measured
-_NO_TIME_SECONDS = 1e-9  # what clocks cannot tell from nothing is still above it
+_NO_TIME_SECONDS = 1e-9  # a lower bound for times below the clock's resolution
 
 Times = tuple[float, float, float]
 
@@ -34,21 +34,21 @@ def measure_methods(
     density: float,
     step_seconds: float,
 ) -> Generator[None, None, list[Method]]:
-    """Measures every method that a plan may use; yields after about a step's time.
+    """Measure every method that a plan may use; yield after about a step's time.
 
-    A group of random gradients goes through selection and collective, for sizes that grow by four.
+    It times selection and collective of a group of random gradients, for sizes that grow by four.
     Each time is a median over runs and ranks, so all ranks decide alike. A size that is expected to
-    take longer than two steps is not measured: costs go on with the slope of the last two sizes.
-    Where each tensor has a number of coordinates of its own, a group of a size has as many tensors
-    of equal size as one of the model has on average.
+    take longer than two steps is not measured: costs continue with the slope of the last two sizes.
+    If each tensor has its own number of coordinates, a group has as many tensors of equal size as a
+    group of the model has on average.
 
     Args:
         settings: Of the session.
-        group: Whose ranks measure; nothing else may be under way on it.
-        parameters: All of the session.
-        dtype: Of the gradients.
+        group: The ranks that measure; no other collective may run on it.
+        parameters: All parameters of the session.
+        dtype: Dtype of the gradients.
         density: The share that sparse messages have.
-        step_seconds: What a step takes; the same on all ranks.
+        step_seconds: Duration of a step; the same on all ranks.
     """
     elements = sum(p.numel() for p in parameters)
     begun_seconds = perf_counter()
@@ -75,7 +75,7 @@ def measure_methods(
                     yield
                     begun_seconds = perf_counter()
                 if select + gather + add > step_seconds:
-                    break  # as good as it gets
+                    break  # no further size
             sizes.append(size)
             select, gather, add = map(statistics.median, zip(*(runs[1:] or runs), strict=True))
             times.append((select, gather, add))
@@ -84,10 +84,9 @@ def measure_methods(
 
 
 def _make_method(name: str, sizes: Sequence[int], times: Sequence[Times]) -> Method:
-    """The curves through what was measured; no element takes less than the last ones did.
+    """Fit curves through the measurements; an element costs at least as much as the last ones.
 
-    Links that were idle let a short message pass faster than their rate. In a step others come
-    right before it.
+    An idle link passes a short message faster than its rate. In a step, other messages precede it.
     """
     gathers = [gather for _, gather, _ in times]
     slope = max(0.0, (gathers[-1] - gathers[-2]) / (sizes[-1] - sizes[-2]))
@@ -134,12 +133,12 @@ def _make_group(
 
 
 def _run_once(made: MergedGroup, grads: Sequence[torch.Tensor], group: Group) -> Times:
-    """Seconds of selection, of the collective, and of the sum."""
+    """Return the seconds of selection, of the collective, and of the sum."""
     begun = _now(grads[0].device)
     made.begin(grads)
     select = _now(grads[0].device) - begun
-    # Who has waited long in the first looks less often and leaves it late, which would count
-    # as time of the collective on all others; in the second nobody waits long.
+    # A rank that has waited long in the first polls less often and leaves it late, which would
+    # count as time of the collective on all others; in the second no rank waits long.
     group.barrier()
     group.barrier()
     begun = perf_counter()

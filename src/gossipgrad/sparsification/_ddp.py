@@ -1,4 +1,4 @@
-"""For those who keep DistributedDataParallel: its buckets, sent as sparse messages."""
+"""A communication hook that sends DistributedDataParallel's buckets as sparse messages."""
 
 import weakref
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ __all__ = ["CommHook", "ddp_hook"]
 
 @runtime_checkable
 class Bucket(Protocol):
-    """What the hook uses of `torch.distributed.GradBucket`."""
+    """The part of `torch.distributed.GradBucket` that the hook uses."""
 
     def index(self) -> int:
         """Its number."""
@@ -39,38 +39,38 @@ class Bucket(Protocol):
         ...
 
     def parameters(self) -> list[Tensor]:
-        """Whose gradients they are."""
+        """Its parameters."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer in the shapes of these."""
+        """Views of the buffer in the shapes of the parameters."""
         ...
 
 
 class CommHook:
-    """State of `ddp_hook`: what is carried over, by parameter, and the queue of collectives.
+    """State of `ddp_hook`: residuals by parameter, and the queue of collectives.
 
-    A collective: all ranks make one, for the same model with the same settings. Then
+    A collective: all ranks create one, for the same model with the same settings. Then
     `ddp_model.register_comm_hook(state, gg.sparsification.ddp_hook)`.
 
-    What DistributedDataParallel decides limits this door against `gg.sparsify`: groups are its
-    buckets (`bucket_cap_mb`), and not planned; when it makes buckets anew after the first step,
-    residuals go with their parameters; a step that a scaler skips leaves the residuals as they
-    were in those buckets alone in which something was not finite; residuals keep the scale of the
-    loss that they came with. When a rank dies, the backward pass of the others raises.
+    DistributedDataParallel limits this hook compared with `gg.sparsify`: groups are its buckets
+    (`bucket_cap_mb`), and not planned; when it rebuilds buckets after the first step, residuals
+    move with their parameters; a step that a scaler skips restores the residuals only in buckets
+    with non-finite values; residuals keep the loss scale of their own step. When a rank dies, the
+    backward pass of the others raises.
 
     Args:
-        model: The module that is wrapped, or the wrapper.
+        model: The wrapped module, or the wrapper.
         density: As for `gg.sparsify`.
         select: As for `gg.sparsify`.
         value_dtype: As for `gg.sparsify`.
-        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
-            becomes the hook's own, and closes with it.
+        process_group: The ranks that take part; by default all. Nothing is sent on it. The hook
+            owns a `gg.Group` passed here, and closes it.
 
     Raises:
-        ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
+        ValueError: For invalid settings, or if a parameter is in a session of `sparsify`.
         AgreementError: If the ranks differ in names, shapes, dtypes or settings.
-        GossipError: If a rank dies meanwhile.
+        GossipError: If a rank dies.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -96,7 +96,7 @@ class CommHook:
         self._per_tensor = select == "per_tensor"
         self._value_dtype = value_dtype
         self._rounds = 0
-        self._rounds_agree = False  # whether all are known to be in the same round
+        self._rounds_agree = False  # whether all ranks are known to be in the same round
         self._groups: dict[int, tuple[tuple[str, ...], MergedGroup]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
@@ -118,19 +118,19 @@ class CommHook:
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def state_dict(self) -> dict[str, Any]:
-        """Rounds and residuals by name, in host memory; each rank saves its own, between steps."""
+        """Return rounds and residuals by name, in host memory; save each rank's own."""
         residuals = {name: value.to("cpu", copy=True) for name, value in self._residuals().items()}
         return {"rounds": self._rounds, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave, on every rank between the same steps; local.
+        """Load the result of `state_dict`, on every rank between the same steps; local.
 
-        The next step raises if it was not of as many rounds on all. If some ranks have loaded and
-        others have not, the backward pass of those who have not raises, and those who have wait
-        for them, up to the timeout of the group: end them.
+        The next step raises if the states are of different rounds. If only some ranks have loaded,
+        the backward pass of the others raises, and the ranks that have loaded wait for them up to
+        the timeout of the group: terminate them.
 
         Raises:
-            ValueError: It is of other parameters.
+            ValueError: It has other parameters.
         """
         if unknown := sorted({*state["residuals"]} - {*self._names.values()}):
             raise ValueError(
@@ -138,14 +138,15 @@ class CommHook:
                 "of the same model"
             )
         self._rounds, self._rounds_agree = state["rounds"], False
-        # A rank that has not loaded joins no round of those that have, but sees that they went on.
+        # A rank that has not loaded joins no round of ranks that have, but sees that they
+        # continued.
         self._group.enter(self._group.generation + 1, self._group.members)
         self._density = AgreedDensity(self._asked, self._group)
         self._groups.clear()
         self._loaded = {name: value.clone() for name, value in state["residuals"].items()}
 
     def close(self) -> None:
-        """Ends the thread and leaves the group; local. The hook then raises."""
+        """End the thread and leave the group; local. The hook then raises."""
         self._claim.release()
         self._finalizer()
 
@@ -156,7 +157,7 @@ class CommHook:
         self.close()
 
     def exchange(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """What `ddp_hook` does with a bucket."""
+        """Exchange a bucket, for `ddp_hook`."""
         if not self._finalizer.alive:
             raise GossipError(
                 "the state of the communication hook is closed: a wrapper cannot change its hook, "
@@ -171,7 +172,7 @@ class CommHook:
         return future
 
     def _begin_round(self) -> None:
-        """Sees that messages will be of one size on all ranks; nothing else is under way now."""
+        """Check that messages will have one size on all ranks; with nothing in flight."""
         if not self._rounds_agree:
             rounds_of = self._group.all_gather_object(self._rounds)
             for rank, rounds in enumerate(rounds_of):
@@ -188,14 +189,14 @@ class CommHook:
     def _finish(
         self, made: MergedGroup, bucket: Bucket, future: torch.futures.Future[Tensor]
     ) -> None:
-        """On the thread of collectives."""
+        """Finish a bucket, on the thread of collectives."""
         grads = list(bucket.gradients())
         try:
             made.exchange(self._group)
         except BaseException as error:
             made.roll_back(grads)
-            failed: Any = future  # whose stub takes no exception
-            # It is not raised here: later buckets have futures of their own.
+            failed: Any = future  # the stub's type has no exception
+            # Not raised here: later buckets have their own futures.
             failed.set_exception(error if isinstance(error, Exception) else GossipError(str(error)))
             return
         if made.finite:
@@ -209,7 +210,7 @@ class CommHook:
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         known = self._groups.get(bucket.index())
         if known is None or known[0] != names:
-            if known is not None:  # buckets were made anew: all of them will be others
+            if known is not None:  # buckets were rebuilt: all of them change
                 self._loaded = self._residuals()
                 self._groups.clear()
             made = MergedGroup(
@@ -238,8 +239,8 @@ class CommHook:
 def ddp_hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for `DistributedDataParallel.register_comm_hook`; see `CommHook`.
 
-    Selects from the bucket plus what was not sent of it before, and gathers the messages of all
-    ranks on a thread of its own while backward goes on.
+    Selects from the bucket plus its residual, and gathers the messages of all ranks on a separate
+    thread while backward continues.
     """
     return state.exchange(bucket)
 

@@ -1,4 +1,4 @@
-"""How much of a gradient is sent: a number, a course over the steps, or one for each tensor."""
+"""The density of sparse gradients: a number, a function of the step, or one per tensor."""
 
 import fnmatch
 import math
@@ -24,24 +24,25 @@ __all__ = [
     "warn_of_loss",
 ]
 
-_ASKED_ROUNDS = 100  # rounds for which a function of the density is asked at once
+_ASKED_ROUNDS = 100  # number of rounds for which a density function is evaluated together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warmup:
-    """Densities that fall in stages to the one that training goes on with.
+    """Densities that fall in stages to a final density.
 
     While weights change fast, a large residual is stale before it is sent: Deep Gradient
     Compression divides by four in each of its first epochs. Stages are counted in steps here: 250
     are about an epoch of Fashion-MNIST in batches of 256.
 
     Attributes:
-        densities: Of the stages, each above 0 and at most 1; one below `then` sends `then`.
-        steps: How many steps a stage has, 1 or more.
+        densities: Densities of the stages, each above 0 and at most 1; one below `then` sends
+            `then`.
+        steps: Number of steps in a stage, 1 or more.
         then: The density after the last stage.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: A value is out of range.
 
     Example:
         >>> [Warmup()(step) for step in (0, 249, 250, 500, 750)]
@@ -73,7 +74,7 @@ class Warmup:
             check_density(value, "a warm-up")
 
     def __call__(self, step: int) -> float:
-        """The density in a step, counted from 0."""
+        """Return the density in a step, counted from 0."""
         stage = step // self.steps
         return max(self.then, self.densities[stage]) if stage < len(self.densities) else self.then
 
@@ -91,10 +92,10 @@ entry `"*"` for all others, the last.
 
 
 def resolve_density(density: object, names: Sequence[str]) -> Density:
-    """What was given, if it can be a density for these parameters.
+    """Return a valid density for these parameters.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It is invalid.
     """
     if isinstance(density, Mapping):
         for pattern, value in density.items():
@@ -116,7 +117,7 @@ def resolve_density(density: object, names: Sequence[str]) -> Density:
 
 
 def _check_all_count(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raises `ValueError` for a pattern that is the first to fit no parameter, but `"*"`."""
+    """Raise `ValueError` for a pattern, except `"*"`, that is no parameter's first fit."""
     used = {_first_fit(patterns, name) for name in names} | {"*"}
     for pattern in patterns:
         if pattern not in used:
@@ -132,7 +133,7 @@ def _first_fit(patterns: Iterable[str], name: str) -> str:
 
 
 def warn_of_loss(density: Density, *, stacklevel: int) -> None:
-    """Warns of a density at which training lost accuracy where it was measured."""
+    """Warn of a density at which training lost accuracy in measurements."""
     if isinstance(density, Warmup):
         low = density.then < DEFAULT_DENSITY.then
     else:
@@ -147,10 +148,10 @@ def warn_of_loss(density: Density, *, stacklevel: int) -> None:
 
 
 def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
-    """Of each parameter, in a step.
+    """Return each parameter's density in a step.
 
     Raises:
-        ValueError: A function gives what is no density.
+        ValueError: A function returns an invalid density.
     """
     if isinstance(density, Mapping):
         return tuple(density[_first_fit(density, name)] for name in names)
@@ -162,7 +163,7 @@ def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[flo
 
 
 def final_density(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
-    """Of each parameter, once a `Warmup` is over; of another function in this step."""
+    """Return each parameter's density after a `Warmup`; of another function in this step."""
     if isinstance(density, Warmup):
         return (density.then,) * len(names)
     return densities_at(density, names, step)
@@ -171,7 +172,7 @@ def final_density(density: Density, names: Sequence[str], step: int) -> tuple[fl
 def counts_of(
     sizes: Sequence[int], densities: Sequence[float], *, per_tensor: bool
 ) -> tuple[int, ...]:
-    """How many coordinates are sent: of each tensor, or of all together; never none.
+    """Return the number of coordinates to send, of each tensor or of all together; at least 1.
 
     Example:
         >>> counts_of([1000, 10], [0.01, 0.01], per_tensor=True)
@@ -181,19 +182,19 @@ def counts_of(
     """
     if per_tensor:
         return tuple(_count(n, rho * n) for n, rho in zip(sizes, densities, strict=True))
-    if len(set(densities)) == 1:  # the product, and no sum that rounds otherwise
+    if len(set(densities)) == 1:  # a product, since a sum rounds differently
         return (_count(sum(sizes), densities[0] * sum(sizes)),)
     share = math.fsum(n * rho for n, rho in zip(sizes, densities, strict=True))
     return (_count(sum(sizes), share),)
 
 
 def describe_density(density: Density) -> str:
-    """In words that are equal on ranks where the density is; of a function its first value."""
+    """Describe a density by text, to compare ranks; a function by its first value."""
     return f"{density(0)!r} at step 0" if _is_function(density) else repr(density)
 
 
 def _is_function(density: Density) -> TypeGuard[Callable[[int], float]]:
-    """Whether it is one of which the values alone can be compared, and no `Warmup`."""
+    """Whether it is a function other than a `Warmup`, so that only its values can be compared."""
     return callable(density) and not isinstance(density, Warmup)
 
 
@@ -202,13 +203,13 @@ def _count(size: int, share: float) -> int:
 
 
 class AgreedDensity:
-    """A density round by round; a function is asked ahead for many rounds, on rank 0 for all.
+    """A density by round; rank 0 evaluates a function ahead for many rounds, for all ranks.
 
-    Messages of unequal sizes would not be an error of a collective but the end of a process.
+    Messages of unequal sizes would crash the process instead of raising an error.
 
     Args:
-        density: Which of all but functions the ranks have agreed on already.
-        group: Whose ranks go through the same rounds.
+        density: Equal on all ranks, unless it is a function.
+        group: The ranks of the rounds.
     """
 
     def __init__(self, density: Density, group: Group) -> None:
@@ -217,13 +218,13 @@ class AgreedDensity:
         self._known: dict[int, float] = {}
 
     def at(self, names: Sequence[str], round: int) -> tuple[float, ...]:
-        """Of each parameter; of a function a collective, in one round of many.
+        """Return each parameter's density; for a function a collective, in one round of many.
 
-        A function that fails beyond this round is asked again when that round has come: a table of
-        as many densities as the run has steps will do.
+        A function that fails for a later round is evaluated again in that round: a table of as many
+        densities as steps works.
 
         Raises:
-            GossipError: On all ranks, if the function raises for this round, or gives no density.
+            GossipError: On all ranks, if the function raises for this round, or returns no density.
         """
         if not _is_function(self._density):
             return densities_at(self._density, names, round)

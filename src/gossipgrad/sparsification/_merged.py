@@ -1,4 +1,4 @@
-"""One group of merged gradients: its storage, what is sent of it, and what comes back."""
+"""One group of merged gradients: storage, selection, messages and the mean."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class CarriedOver(NamedTuple):
-    """What is carried over of one tensor; None stands for nothing, or zeros."""
+    """The carried-over state of one tensor; None for nothing, or zeros."""
 
     residual: Tensor | None = None
     velocity: Tensor | None = None
@@ -32,7 +32,7 @@ class CarriedOver(NamedTuple):
 
 @dataclass(slots=True)
 class Timing:
-    """What one round of a group took on this rank, in seconds."""
+    """The times of one round of a group on this rank, in seconds."""
 
     select_seconds: float = 0.0
     gather_seconds: float = 0.0
@@ -41,7 +41,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What was taken out of a group in a round, and whether all of it is finite."""
+    """The selection of a group in a round, and whether all values are finite."""
 
     indices: Int[Tensor, " count"]
     values: Float[Tensor, " count"]
@@ -50,28 +50,28 @@ class _Chosen:
 
 
 class MergedGroup:
-    """Consecutive tensors whose gradients travel as one message.
+    """Consecutive tensors whose gradients are sent as one message.
 
-    Two flat buffers of all its elements are held. One is the residual. The other receives residual
-    plus gradient; when the largest have been taken out of it, it *is* the next residual, and the
-    old one, zeroed, collects the sum over ranks. So nothing is copied, and as long as a round is
-    under way the old residual can be had again: `roll_back`.
+    It holds two flat buffers of all its elements. One is the residual. The other receives residual
+    plus gradient; after the largest elements are removed, it *is* the next residual, and the old
+    one, zeroed, collects the sum over ranks. So nothing is copied, and during a round `roll_back`
+    can restore the old residual.
 
     Args:
-        parameters: Of one device.
+        parameters: Parameters on one device.
         method: `"sparse"`, or `"dense"`, `"fp16"` or `"bf16"` for all-reduces.
-        world_size: How many ranks there are.
-        per_tensor: Whether each tensor has a number of coordinates of its own.
-        value_dtype: Of values on the wire; None: that of the sums.
+        world_size: Number of ranks.
+        per_tensor: Whether each tensor has its own number of coordinates.
+        value_dtype: Type of values on the wire; None: that of the sums.
         momentum: Factor of momentum correction, None for none.
 
     Attributes:
-        method: As given.
-        sizes: Elements of each tensor.
-        numel: Of all.
-        finite: Whether all that came in the last round was.
-        rounds_without: For each tensor how many rounds went by since a coordinate was last chosen.
-        timing: Of the last round.
+        method: The method, as passed.
+        sizes: Number of elements of each tensor.
+        numel: Total number of elements.
+        finite: Whether all values of the last round were finite.
+        rounds_without: For each tensor the rounds since a coordinate was last chosen.
+        timing: The times of the last round.
     """
 
     def __init__(
@@ -113,31 +113,31 @@ class MergedGroup:
         self._chosen: _Chosen | None = None
         self._sends_zeros = False  # in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
-        self._moved: float | None = None  # the factor, once velocities have this round's gradient
+        self._moved: float | None = None  # the factor, after adding this round's gradient
 
     @property
     def sparse(self) -> bool:
-        """Whether less than all is sent: at density 1 an all-reduce moves fewer bytes."""
+        """Whether not everything is sent: at density 1 an all-reduce moves fewer bytes."""
         return self.method == "sparse" and sum(self.counts) < self.numel
 
     @property
     def bytes_sent(self) -> int:
-        """Of one round: to each of the other ranks in turn, or as by a ring all-reduce."""
+        """Bytes of one round: to each of the other ranks, or by a ring all-reduce."""
         others = self._world_size - 1
-        if self.sparse:  # 0 before it is known how many coordinates are sent
+        if self.sparse:  # 0 before the number of coordinates is known
             return 0 if self._format is None else others * self._format.size_bytes
         width = (DENSE_DTYPES.get(self.method) or self.dtype).itemsize
         return 2 * others * self.numel * width // self._world_size
 
     @property
     def memory_bytes(self) -> int:
-        """Held beside the model: sums, residual, velocity and messages."""
+        """Memory in addition to the model: sums, residual, velocity and messages."""
         held = (self._total, self._residual, self._velocity, self._message, self._gathered)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def residual(self) -> Float[Tensor, " n"] | None:
-        """What is carried over, flat; None where it is nothing."""
+        """The residual, flat; None if it is empty."""
         return self._residual
 
     @property
@@ -146,7 +146,7 @@ class MergedGroup:
         return self._total
 
     def use_densities(self, densities: Sequence[float]) -> None:
-        """Which share is sent from now on: of each tensor, or on average of all together."""
+        """Set the densities from now on: of each tensor, or on average of all together."""
         counts = counts_of(self.sizes, densities, per_tensor=self._per_tensor)
         if self.counts == counts or self.method != "sparse":
             return
@@ -163,14 +163,14 @@ class MergedGroup:
         )
 
     def carried_over(self) -> list[CarriedOver]:
-        """Of each tensor."""
+        """Return the carried-over state of each tensor."""
         none: list[Tensor | None] = [None] * len(self.sizes)
         of = (self._residual_views or none, self._velocity_views or none, self.rounds_without)
         return [CarriedOver(r, v, int(without)) for r, v, without in zip(*of, strict=True)]
 
     @torch.no_grad()
     def load(self, carried: Sequence[CarriedOver]) -> None:
-        """Loads what `carried_over` gave, of this group or of others with the same tensors."""
+        """Load the result of `carried_over`, of this or other groups with the same tensors."""
         self.rounds_without = torch.tensor([each.rounds_without for each in carried])
         for at, (residual, velocity, _) in enumerate(carried):
             if residual is not None:
@@ -181,20 +181,20 @@ class MergedGroup:
                 self._velocity_views[at].copy_(velocity)
 
     def free_buffers(self) -> None:
-        """Frees sums and messages: there are no more rounds; `carried_over` stays."""
+        """Free sums and messages after the last round; `carried_over` stays."""
         self._total, self._total_views = torch.empty(0, dtype=self.dtype), []
         self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Multiplies what is carried over, which is in units of the loss's scale."""
+        """Multiply the carried-over state, which is in units of the loss scale."""
         for tensor in (self._residual, self._velocity):
             if tensor is not None:
                 tensor.mul_(factor)
 
     @torch.no_grad()
     def begin(self, grads: Sequence[Tensor | None]) -> None:
-        """Selects from residual plus gradients and packs the message; None counts as zeros."""
+        """Select from residual plus gradients and pack the message; None counts as zeros."""
         start = perf_counter()
         self._sends_zeros = False
         if self.sparse:
@@ -207,7 +207,7 @@ class MergedGroup:
 
     @torch.no_grad()
     def begin_with_zeros(self) -> None:
-        """Instead of `begin`, on a rank without gradients: what is carried over stays as it is."""
+        """Begin on a rank without gradients: the carried-over state is unchanged."""
         self._sends_zeros = True
         if self.sparse:
             assert self._format is not None
@@ -220,10 +220,10 @@ class MergedGroup:
 
     @torch.no_grad()
     def exchange(self, group: Group) -> None:
-        """The collective, and the mean over ranks; on the thread of collectives.
+        """Run the collective and compute the mean over ranks; on the thread of collectives.
 
         Raises:
-            GossipError: A rank is gone, or sent what is no message of this group.
+            GossipError: A rank is gone, or sent an invalid message.
         """
         with self._staging.on_stream():
             if self.sparse:
@@ -233,12 +233,12 @@ class MergedGroup:
 
     @torch.no_grad()
     def write(self, grads: Sequence[Tensor]) -> None:
-        """The mean over ranks into the gradients."""
+        """Write the mean over ranks into the gradients."""
         self._staging.wait_received()
         torch._foreach_copy_(list(grads), self._total_views)
 
     def accept(self) -> None:
-        """The round is done: what was sent is no longer carried over."""
+        """End the round: sent elements are no longer carried over."""
         if self._sends_zeros:
             return
         if not self.sparse:
@@ -251,9 +251,9 @@ class MergedGroup:
 
     @torch.no_grad()
     def roll_back(self, grads: Sequence[Tensor | None]) -> None:
-        """Carries over again what was before `begin(grads)`: up to rounding, once sums have come.
+        """Restore the state before `begin(grads)`; up to rounding after the sums have arrived.
 
-        What was chosen is put back, and this round's gradient taken out again.
+        Restores the chosen elements, and subtracts this round's gradient.
         """
         if self._sends_zeros:
             return
@@ -297,7 +297,7 @@ class MergedGroup:
         self._residual_views, self._total_views = self._total_views, self._residual_views
 
     def _accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Residual plus gradient, or plus velocity, into the buffer of sums."""
+        """Write residual plus gradient, or plus velocity, into the buffer of sums."""
         self._moved = None
         if self._momentum is not None and _all_finite(grads):
             self._need_velocity()
@@ -324,7 +324,7 @@ class MergedGroup:
                 [
                     top_k(piece, count) + int(start)
                     for piece, count, start in zip(pieces, self.counts, self._starts, strict=False)
-                    if count  # of a tensor without elements none
+                    if count  # none for a tensor without elements
                 ]
             )
         else:
@@ -367,7 +367,7 @@ class MergedGroup:
         self._old_kept = False
         self._total.zero_()
         finite = True
-        for indices, values in unpacked:  # by rank, so that all ranks round alike
+        for indices, values in unpacked:  # in rank order, so that all ranks round alike
             finite = finite and bool(values.isfinite().all())
             self._total.index_add_(0, indices, values.to(self.dtype))
         self._total.div_(self._world_size)
@@ -379,7 +379,7 @@ class MergedGroup:
         narrow = DENSE_DTYPES.get(self.method)
         if narrow is None:
             host = self._staging.to_host(self._total)
-        else:  # divided before: sums of fp16 overflow soon
+        else:  # divide first: sums of fp16 overflow soon
             host = self._staging.to_host(self._total.div_(self._world_size).to(narrow))
         group.all_reduce_(host)
         if host is not self._total:
@@ -391,7 +391,7 @@ class MergedGroup:
 
 
 def _all_finite(grads: Iterable[Tensor | None]) -> bool:
-    """By sums, in a type that sums of finite gradients do not overflow."""
+    """Whether all gradients are finite, by sums in a type that does not overflow."""
     return all(
         math.isfinite(float(grad.sum(dtype=widened(grad.dtype))))
         for grad in grads

@@ -1,4 +1,4 @@
-"""Which plan a session follows: the one asked for, or one measured in its first steps."""
+"""The plan of a session: given, or computed from measurements in the first steps."""
 
 import logging
 import statistics
@@ -32,10 +32,10 @@ __all__ = ["Planner"]
 
 logger = logging.getLogger("gossipgrad")
 
-_WARM_ROUNDS = 2  # take memory, start threads, fill caches
+_WARM_ROUNDS = 2  # to allocate memory, start threads, fill caches
 _TIMED_ROUNDS = 5
-_ALIKE = 1.5  # densities by less than that factor apart: a plan is for both
-_COMPARED_ROUNDS = 3  # of each turn, after one to change plans
+_ALIKE = 1.5  # a plan is valid for densities within this factor
+_COMPARED_ROUNDS = 3  # per turn, after one round to change plans
 _TURNS = ("plan", "dense", "plan", "dense")
 _FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried, or only for one step
 _ALTERNATIVES = ("layerwise", "single", "mg-wfbp", "greedy")
@@ -48,30 +48,30 @@ _RULES: dict[str, Callable[..., Plan]] = {
     "single": single,
 }
 
-Phase = Generator[None, None, None]  # goes on after each round
+Phase = Generator[None, None, None]  # resumed after each round
 
 
 class Planner:
     """The plan of a session, agreed on by all ranks.
 
-    A plan that needs measurements begins as one group: selection comes after the last gradient
-    then, and the times of gradients are those of backward alone. `_search` is what follows. It goes
-    on after each round, and holds a step up by no more than about another step.
+    A plan that needs measurements starts as one group: selection then follows the last gradient,
+    and the times of gradients are those of backward only. Then `_search` continues after each
+    round, and delays a step by about one more step at most.
 
     Args:
-        settings: Of the session.
-        sizes_bytes: Of the parameters, in the order in which backward is expected to finish them.
-        group: Whose ranks agree.
+        settings: The session's settings.
+        sizes_bytes: Sizes of the parameters, in the order in which backward is expected to finish
+            them.
+        group: The ranks that agree.
 
     Attributes:
-        first_merges: The groups to begin with.
-        plan: The one that was computed or given; None for a rule that needs no times, and until
-            then.
+        first_merges: The first groups.
+        plan: The computed or given plan; None before it is computed, and for rules without times.
         alternatives: Predicted seconds of the rules, by name and method.
         compared_seconds: Of a step with the plan and with dense; empty before both were used.
         backward_seconds: Of each tensor, as measured, in the order of the plan.
         methods: With costs as measured.
-        refused: Why nothing is compressed, None if something is or nobody asked.
+        refused: Why nothing is compressed, None if something is, or compression was not requested.
     """
 
     def __init__(self, settings: Settings, sizes_bytes: Sequence[int], group: Group) -> None:
@@ -84,23 +84,23 @@ class Planner:
         self.methods: list[Method] = []
         self._settings = settings
         self._group = group
-        self._dense: Plan | None = None  # what the plan is yet to be compared with
-        self._density = 0.0  # that the plan is for
-        self._ended_seconds = perf_counter()  # when the last round and all that followed had ended
+        self._dense: Plan | None = None  # the dense plan to compare with
+        self._density = 0.0  # the plan's density
+        self._ended_seconds = perf_counter()  # the end of the last round and its follow-up
         self._period_seconds = 0.0  # from then until the end of this round
         self._phase: Phase | None = None
         self._is_searching = settings.measures
 
     @property
     def decided(self) -> bool:
-        """Whether there is a plan, and nothing that it is yet to be compared with."""
+        """Whether the plan is final."""
         return self.plan is not None and self._dense is None
 
     def restart(self, aggregation: Aggregation) -> None:
-        """Measures and plans anew in the steps to come, with one group until then; a collective.
+        """Measure and plan again in the next steps, with one group until then; a collective.
 
         Raises:
-            ValueError: The plan is not one that is measured.
+            ValueError: The plan does not use measurements.
             GossipError: The ranks are not at the same step.
         """
         if not self._settings.measures:
@@ -117,7 +117,7 @@ class Planner:
         aggregation.regroup(self.first_merges)
 
     def after_round(self, aggregation: Aggregation) -> None:
-        """Goes on with the search for a plan, if there is one; a collective at times."""
+        """Continue the search for a plan, if one is running; sometimes a collective."""
         if self._is_searching:
             self._period_seconds = perf_counter() - self._ended_seconds
             if self._phase is None:
@@ -127,7 +127,7 @@ class Planner:
             self._ended_seconds = perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """For a session's state: plain values, the same on all ranks."""
+        """Return the state as plain values, the same on all ranks."""
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
             "dense": None if self._dense is None else self._dense.to_json(),
@@ -138,7 +138,7 @@ class Planner:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave; a measurement or comparison under way begins anew."""
+        """Load the result of `state`; a running measurement or comparison starts again."""
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
         self._density = state["density"]
@@ -147,16 +147,16 @@ class Planner:
         self._phase, self._is_searching = None, self._settings.measures and not self.decided
 
     def _search(self, aggregation: Aggregation) -> Phase:
-        """All that leads to a plan, in its order; every `yield` is a step of the user's.
+        """Find a plan; every `yield` is a step of the user's.
 
-        1. Backward is timed.
+        1. Time backward.
         2. The ranks measure selection and collectives together, at the density that training goes
            on with after a `Warmup`.
         3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own; all
            change to it between two rounds.
-        4. `"optimal"` alone, once the density is that of the plan: the plan and the best one that
-           sends all are used in turn for some steps, and the faster stays. One that compresses has
-           to save `LEAST_SAVING` of a step: what it leaves for later rounds costs accuracy.
+        4. For `"optimal"`, when the density is that of the plan: the plan and the best dense plan
+        alternate for some steps, and the faster is kept. A plan that compresses has to save
+        `LEAST_SAVING` of a step, since delayed elements cost accuracy.
         """
         if self.plan is None:
             step_seconds = yield from self._time_backward(aggregation)
@@ -173,7 +173,7 @@ class Planner:
             yield from self._compare(aggregation)
 
     def _time_backward(self, aggregation: Aggregation) -> Generator[None, None, float]:
-        """Takes down times and order of gradients; returns what a step takes."""
+        """Record times and order of gradients; return the duration of a step."""
         stamps, periods = [], []
         for _ in range(_WARM_ROUNDS):
             yield
@@ -192,10 +192,9 @@ class Planner:
         return statistics.median(period for _, period in of_ranks)
 
     def _compute(self, aggregation: Aggregation) -> Phase:
-        """What rank 0 computes, on all ranks.
+        """Compute the plan on rank 0, and apply it on all ranks.
 
-        Processors of two kinds round differently: what each rank computed for itself would be two
-        plans.
+        Different processors round differently, so ranks that computed it themselves might differ.
         """
         computed: Future[dict[str, Any]] | None = None
         if self._group.rank == 0:
@@ -227,10 +226,10 @@ class Planner:
         yield
 
     def _compare(self, aggregation: Aggregation) -> Phase:
-        """The plan and the dense one in turns of some real steps; the faster stays.
+        """Alternate the plan and the dense plan for some real steps, and keep the faster one.
 
-        What counts is the median time from the end of a round to the end of the next: what a step
-        takes its user. Ranks wait for each other, so the median over them is what all of them took.
+        Compares the median time from the end of a round to the end of the next, the user's step
+        time. Ranks wait for each other, so the median over ranks is the time of all.
         """
         assert self.plan is not None
         assert self._dense is not None
@@ -277,14 +276,14 @@ class Planner:
 def backward_of(
     of_ranks: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[str], list[float]]:
-    """The order of gradients, and how long backward takes for each after the one before.
+    """Return the order of gradients, and the backward time of each after the one before.
 
-    The order is rank 0's; where that has no gradient of a parameter, it comes last. Times are
-    medians over the ranks that have one.
+    The order is rank 0's; parameters without a gradient there come last. Times are medians over the
+    ranks that have one.
 
     Args:
-        of_ranks: Of each rank, seconds from the first gradient to each, by name.
-        names: Of all parameters.
+        of_ranks: For each rank, seconds from the first gradient to each, by name.
+        names: Names of all parameters.
     """
     first = of_ranks[0]
     ordered = sorted(first, key=lambda name: first[name])
@@ -299,12 +298,12 @@ def backward_of(
 
 
 def is_sparse(plan: Plan) -> bool:
-    """Whether less than all is sent of some group."""
+    """Whether some group is sent incompletely."""
     return any(merge.method == "sparse" for merge in plan.groups)
 
 
 def _medians(stamps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, over those in which it had a gradient."""
+    """Return medians by name, over the rounds in which it had a gradient."""
     return {
         name: statistics.median(times[name] for times in stamps if name in times)
         for name in dict.fromkeys(name for times in stamps for name in times)
@@ -318,7 +317,7 @@ def _computed(
     names: tuple[str, ...],
     methods: Sequence[Method],
 ) -> dict[str, Any]:
-    """The plan that was asked for; the best that sends all, if that is to be compared with it."""
+    """Return the requested plan, and the best dense plan if they are to be compared."""
     assert isinstance(settings.plan, str)
     optimal = settings.plan == "optimal"
     made = _RULES[settings.plan](backward, sizes, methods if optimal else methods[0])
@@ -340,7 +339,7 @@ def _computed(
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:
-    """The groups that a session begins with: those asked for, or one until times are known."""
+    """Return the first groups of a session: those requested, or one until times are known."""
     rule = settings.plan
     if isinstance(rule, Plan):
         check_plan_fits(rule, len(sizes_bytes), settings.methods)

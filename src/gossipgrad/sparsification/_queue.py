@@ -1,4 +1,4 @@
-"""One queue of collectives, in the same order on all ranks, on a thread of its own."""
+"""A queue of collectives, in the same order on all ranks, on a separate thread."""
 
 import contextlib
 import queue
@@ -12,11 +12,11 @@ __all__ = ["OrderedQueue", "Ticket"]
 
 
 class Ticket:
-    """One entry of the queue: what became of it, and when.
+    """One entry of the queue, with its result and times.
 
     Attributes:
-        error: What it raised, None if nothing.
-        began_seconds: When its turn came, in `time.perf_counter` seconds.
+        error: The error that it raised, or None.
+        began_seconds: When it started, in `time.perf_counter` seconds.
         ended_seconds: When it was done.
     """
 
@@ -27,11 +27,11 @@ class Ticket:
         self._done = threading.Event()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Returns when it is done, or the time is over; the caller looks at `error`."""
+        """Wait until it is done, with a timeout; the caller checks `error`."""
         self._done.wait(timeout_seconds)
 
     def run(self, broken: BaseException | None) -> BaseException | None:
-        """Does the work, unless an earlier one broke; what it, or that, has raised."""
+        """Do the work, unless an earlier entry failed; return the error of either."""
         self.began_seconds = perf_counter()
         try:
             if broken is not None:
@@ -45,7 +45,7 @@ class Ticket:
 
 
 class OrderedQueue:
-    """Runs what is put into it one after another; once one fails, so does all that follows.
+    """Runs its entries one after another; after one fails, all later ones fail.
 
     Collectives are matched by their order alone, and which gradient is ready first differs from
     rank to rank: all collectives of a session go through its one queue, in the order of the plan.
@@ -62,7 +62,7 @@ class OrderedQueue:
         self._over = threading.Event()
 
     def put(self, work: Callable[[], None]) -> Ticket:
-        """Adds an entry; local, and at once. After `close` it fails with a `GossipError`."""
+        """Add an entry without waiting; local. After `close` it fails with a `GossipError`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run, args=(self._entries, self._over), name=self._name, daemon=True
@@ -70,14 +70,14 @@ class OrderedQueue:
             self._thread.start()
         ticket = Ticket(work)
         self._entries.put(ticket)
-        # No lock: a signal handler may close in the middle of this. The thread says that it is
-        # over before it looks for the last time, so it sees this entry, or this sees that.
+        # No lock: a signal handler may close in the middle of this. The thread sets `over` before
+        # its last check, so either it sees this entry, or this sees `over`.
         if self._over.is_set():
             _refuse(self._entries)
         return ticket
 
     def close(self) -> None:
-        """Ends the thread when the entries are done; does not wait for it."""
+        """End the thread after the entries are done, without waiting for it."""
         if not self._closed:
             self._closed = True
             self._entries.put(None)
@@ -87,7 +87,7 @@ def _run(entries: "queue.SimpleQueue[Ticket | None]", over: threading.Event) -> 
     broken: BaseException | None = None
     while (ticket := entries.get()) is not None:
         broken = ticket.run(broken) or broken
-        del ticket  # while it waits for the next it holds nothing of the last
+        del ticket  # while waiting, keep no reference to the last
     over.set()
     _refuse(entries)
 

@@ -70,7 +70,7 @@ SELECTIONS = ("per_group", "per_tensor")
 
 
 def top_k(a: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
-    """I: the k largest magnitudes, of equal ones the first; NaN above inf above all else."""
+    """Return I: the k largest magnitudes, of equal ones the first; NaN, then inf, rank highest."""
     magnitude = a.abs().nan_to_num(nan=torch.inf, posinf=torch.finfo(a.dtype).max)
     return magnitude.sort(descending=True, stable=True).indices[:k].sort().values  # R3
 
@@ -81,9 +81,9 @@ def merge(
     t_s: Callable[[int], float],
     t_c: Callable[[int], float],
 ) -> list[int]:
-    """How many tensors each group has by the paper's rule (R10), in the order of backward.
+    """Return each group's number of tensors by the paper's rule (R10), in the order of backward.
 
-    Written as the code has it: all times are made anew after each merge.
+    As in the authors' code, all times are computed again after each merge.
 
     Example:
         >>> merge([1, 3, 3], [10, 1, 1], lambda n: 0.1 * n, lambda n: 4 + 0.5 * n)
@@ -93,7 +93,7 @@ def merge(
     t_b, p, merged = list(map(float, t_b)), list(p), [1] * L
     for l in range(L - 1):  # noqa: E741
         tau_b = tau_c = busy = ready = 0.0
-        for i in range(l + 1):  # those merged into a later one take no time
+        for i in range(l + 1):  # tensors merged into a later one take no time
             if not p[i]:
                 continue
             tau_s = tau_b + t_b[i]
@@ -115,7 +115,7 @@ class Reference:
     Set `.grad` on every replica, then call `step()`.
 
     Args:
-        models: One replica a rank, all equal.
+        models: One replica per rank, all equal.
         optimizers: The optimizer of each replica.
         groups: The number of tensors in each group, in the order of backward, which is the reverse
             of `model.parameters()`.
@@ -173,7 +173,7 @@ class Reference:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of all ranks: selection, aggregation and the update."""
+        """Make one step of all ranks: selection, aggregation and the update."""
         before = [[[x.clone() for x in xs] for xs in state] for state in (self.e, self.u)]
         sums: list[Tensor] = []
         first = 0
@@ -192,7 +192,7 @@ class Reference:
         self.t += 1
 
     def _aggregate(self, first: int, count: int, *, sparse: bool) -> Float[Tensor, " n"]:
-        """G of one group; changes its e and u."""
+        """Return G of one group; change its e and u."""
         places = range(first, first + count)
         sizes = [self.tensors[0][i].numel() for i in places]
         total = torch.zeros(sum(sizes), dtype=self.e[0][first].dtype)
@@ -236,7 +236,7 @@ class Reference:
         return torch.cat(chosen)
 
     def _keep(self, kept: list[Tensor], places: range, flat: Float[Tensor, " n"]) -> None:
-        """Takes a group's new e or u apart."""
+        """Split a group's new e or u."""
         sizes = [kept[i].numel() for i in places]
         for i, piece in zip(places, flat.split(sizes), strict=True):
             kept[i] = piece.view_as(kept[i]).clone()

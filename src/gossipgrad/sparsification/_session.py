@@ -1,4 +1,4 @@
-"""A session: the user's model and optimizer, with gradients averaged by sparse messages."""
+"""The session of `sparsify`: averages gradients by sparse messages."""
 
 import warnings
 import weakref
@@ -43,15 +43,14 @@ __all__ = ["SparseSession"]
 
 
 class SparseSession(Session):
-    """What `sparsify` returns: see there. One of its ranks; made by it alone.
+    """The session that `sparsify` returns, on one rank.
 
-    No tensors travel between partners: all ranks meet in collectives at the end of each backward
-    pass.
+    It has no partners: all ranks meet in collectives at the end of each backward pass.
     """
 
     settings: Settings  # pyrefly: ignore[bad-override-mutable-attribute]
     door = "sparsify"
-    unknown_scaler_harm = "residuals carry gradients over into steps in which its scale is other"
+    unknown_scaler_harm = "residuals carry gradients over into steps with another scale"
     counts_skipped_steps = False
 
     def __init__(
@@ -74,21 +73,22 @@ class SparseSession(Session):
 
     @property
     def position(self) -> int:
-        """Rounds that the run has made; of one rank alone, its steps."""
+        """The run's rounds; with one rank, its steps."""
         return self.stats().rounds
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, which was given or computed by a rule that measures times.
+        """The plan, given or computed by a rule that measures times.
 
-        It stays while a dense one is compared with it. None until it is there, with one rank, and
-        for rules without times: `"wfbp"`, `"layerwise"`, `"single"` and a number of bytes.
+        It does not change during the comparison with a dense plan. None before it is computed, with
+        one rank, and for rules without times: `"wfbp"`, `"layerwise"`, `"single"` and a number of
+        bytes.
         """
         return None if self._planner is None else self._planner.plan
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """Root mean square over ranks of the distance between weights and their mean, now.
+        """Return the root mean square over ranks of the distance of weights to their mean.
 
         A collective; changes nothing. It is 0 unless weights were written on one rank alone.
         """
@@ -98,12 +98,12 @@ class SparseSession(Session):
         return distance_to_mean(((own, mean(own.clone())) for own in wide), mean)
 
     def broadcast_(self) -> None:
-        """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
+        """Overwrite every replica with that of rank 0: parameters, buffers and optimizer state.
 
         A collective, for after `load_state_dict` on one rank, re-initialisation or
-        `add_param_group`: the set of trained parameters is taken anew. Residuals are given up, and
-        a plan that is measured is measured anew; rounds and bytes are counted on, so that a warm-up
-        goes on where it was.
+        `add_param_group`: the set of trained parameters is read again. Residuals are dropped, and a
+        measured plan is measured again; counters of rounds and bytes continue, and so does a
+        warm-up.
         When it raises, the session is over: steps and backward passes raise until it is closed.
 
         Raises:
@@ -124,10 +124,10 @@ class SparseSession(Session):
             raise
 
     def apply_(self, surgery: Surgery) -> None:
-        """Removes rows or columns of parameters in place, on all ranks; a collective.
+        """Remove rows or columns of parameters in place, on all ranks; a collective.
 
-        As `Session.apply_`; residuals and velocities follow as gradients do, and a plan that is
-        measured is measured anew. Called between two steps.
+        As `Session.apply_`; residuals and velocities change like gradients, and a measured plan is
+        measured again. Call it between two steps.
         """
         version, carried = self.replica.version, {}
         if self._aggregation is not None:
@@ -148,13 +148,13 @@ class SparseSession(Session):
             self._aggregation.regroup(self._planner.first_merges, carried=moved)
 
     def replan(self) -> None:
-        """Measures backward, selection and network anew, and plans by that; a collective.
+        """Measure backward, selection and network again, and compute a new plan; a collective.
 
-        For when the network or the density has changed for good: nothing is measured again by
-        itself. The next steps go as the first ones of the session did. Called between two steps.
+        For a lasting change of the network or the density; nothing is measured again automatically.
+        The next steps run like the first ones of the session. Call it between two steps.
 
         Raises:
-            ValueError: The plan is not one that is measured.
+            ValueError: The plan does not use measurements.
             GossipError: If a rank is gone, or the ranks are not at the same step.
         """
         self._check_ready("replan")
@@ -162,10 +162,10 @@ class SparseSession(Session):
             self._planner.restart(self._aggregation)
 
     def accept_changes(self) -> None:
-        """Refuses: replicas of this session are equal, and a change of one alone is none.
+        """Refuse: replicas of this session are equal, so one alone cannot change.
 
         Raises:
-            GossipError: Always; write weights on every rank alike, or call `broadcast_()`.
+            GossipError: Always; write equal weights on every rank, or call `broadcast_()`.
         """
         raise GossipError(
             "accept_changes() in a session of sparsify(): its ranks hold equal weights and send "
@@ -175,19 +175,19 @@ class SparseSession(Session):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes inside are not sent, but added up in `.grad`; local.
+        """Accumulate gradients of backward passes inside in `.grad` without sending; local.
 
         For gradient accumulation, around all but the last pass of a step. Without it every pass is
-        a round, of all that `.grad` holds, and costs a message more. Where all steps are taken,
-        nothing is lost by that, but `momentum_correction` then counts the passes before the last
-        more than once. With a scaler it is needed: a step that is left out because its last pass
-        was not finite is lost with all that its earlier passes have sent, residuals in it.
+        a round of the whole `.grad`, which costs another message. If all steps are taken, nothing
+        is lost, but `momentum_correction` then counts the passes before the last more than once. A
+        scaler requires it: a step that is skipped because its last pass was not finite loses
+        everything that its earlier passes have sent, including residuals.
         """
         with super().no_sync():
             yield
 
     def stats(self) -> SparseStats:  # pyrefly: ignore[bad-override]
-        """What this rank has done so far, also when the session is closed; no communication."""
+        """Return this rank's counters, even after `close()`; no communication."""
         if self._at_close is not None:
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
@@ -195,16 +195,16 @@ class SparseSession(Session):
         return SparseStats(rounds=self._counters.rounds)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
-        """All that this rank needs to go on as if it had never stopped; local.
+        """Return this rank's whole state, to continue exactly; local.
 
-        To be taken between two steps, by every rank, and saved by each under its own name: replicas
-        are equal, residuals are not. Holds copies in host memory: the model's parameters and
-        buffers, the optimizers' state, and the session's own. Not the state of schedulers, scalers,
-        samplers and random numbers, which are the user's, and not gradients.
+        Call it between two steps on every rank, and save each rank's state under its own name:
+        replicas are equal, residuals are not. Holds copies in host memory: the model's parameters
+        and buffers, the optimizers' state, and the session's own. It does not hold the state of
+        schedulers, scalers, samplers and random numbers, nor gradients.
 
         Args:
-            drain: Changes nothing: between two steps nothing is in flight.
-            copy: As for `gossip`'s sessions.
+            drain: No effect: between two steps nothing is in flight.
+            copy: As in `GossipSession.state_dict`.
 
         Returns:
             Tensors, numbers, text, lists and dicts: `"model"` and the rest of a replica's state by
@@ -219,7 +219,7 @@ class SparseSession(Session):
         return {**replica, "session": own}
 
     def own_state(self) -> dict[str, Any]:
-        """What `state_dict` has as `"session"`, for who saves the replica in another way; local.
+        """Return the `"session"` part of `state_dict`, to save the replica in another way; local.
 
         Raises:
             GossipError: As `state_dict`.
@@ -232,19 +232,18 @@ class SparseSession(Session):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; a collective.
+        """Continue from a `state_dict`; a collective.
 
-        Every rank loads its own, all saved after the same step; `deal_states` makes those of
-        another number of ranks. With the same plan asked for, of the same methods, training then
-        goes on bit for bit as it would have with as many ranks. Another plan takes over what is
-        carried over, and is measured anew. One rank withholds nothing: what several carried over is
-        given up there, and a warning says so; its steps count as rounds.
+        Every rank loads its own state, all saved after the same step; `deal_states` converts states
+        to another number of ranks. With the same plan, methods and number of ranks, training then
+        continues bit for bit. Another plan keeps the residuals, and is measured again. One rank has
+        no residuals: those of several ranks are dropped with a warning; its steps count as rounds.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank is gone.
         """
-        session, why = None, "it is no state that state_dict() of a session gives"
+        session, why = None, "it is no state from a session's state_dict()"
         if isinstance(state, Mapping) and "session" in state and "shard" in state:
             session = state["session"]
             why = self._misfit(session)
@@ -255,7 +254,7 @@ class SparseSession(Session):
         self._load_own(session)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `own_state` gave; the replica is the caller's to load. A collective.
+        """Load the result of `own_state`; the caller loads the replica. A collective.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
@@ -266,9 +265,9 @@ class SparseSession(Session):
         self._load_own(state)
 
     def close(self) -> None:
-        """Ends the session and takes all hooks off; local, waits for nobody, may be called twice.
+        """Close the session and remove all hooks; local, does not wait, may be called twice.
 
-        Ranks that go on training get a `GossipError` from their next step. So does this one where
+        Ranks that continue training get a `GossipError` from their next step. So does this rank if
         it is closed in the middle of a backward pass, by a signal handler, a hook or another
         thread: that pass raises, and leaves this rank's own gradients in `.grad`.
         """
@@ -283,7 +282,7 @@ class SparseSession(Session):
         return self.settings.describe()
 
     def _begin(self) -> None:
-        """Makes the replicas equal, and what aggregates their gradients; a collective."""
+        """Make the replicas equal, and create the aggregation; a collective."""
         group, replica = self.group, self.replica
         if self.world_size > 1:
             backwards = in_order_of(self.settings.plan, dict(reversed(self._trained().items())))
@@ -303,7 +302,7 @@ class SparseSession(Session):
             self._planner = planner
             self._watch = StepWatch(replica.model, replica.optimizers, aggregation, self._scaler)
             self._arm()
-        # It holds nothing that holds the session: who drops model and optimizers need not close.
+        # It does not reference the session: dropping model and optimizers is enough to close.
         aggregation = self._aggregation
         of_rounds = () if aggregation is None else (aggregation.queue, aggregation.passes.handles)
         self._finalizer = weakref.finalize(self, _leave, group, *of_rounds)
@@ -326,7 +325,7 @@ class SparseSession(Session):
             self._aggregation.passes.enabled = self._run.sends_gradients
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What is trained now, and has elements."""
+        """Return the parameters that are trained now and have elements."""
         trained = trained_parameters(self.replica.model, self.replica.optimizers)
         return {name: p for name, p in trained.items() if p.numel()}
 
@@ -343,7 +342,7 @@ class SparseSession(Session):
             self._run.steps = self._counters.rounds
             if any(bool(residual.any()) for residual in session["residuals"].values()):
                 warnings.warn(
-                    "what several ranks carried over in residuals is given up: one rank sends "
+                    "the residuals of several ranks are dropped: one rank sends "
                     "nothing, and carries nothing over",
                     stacklevel=3,
                 )

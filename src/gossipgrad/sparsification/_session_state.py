@@ -1,4 +1,4 @@
-"""A session's own state as plain values, and what becomes of it among other ranks."""
+"""A session's own state as plain values, and its conversion to other world sizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -66,7 +66,7 @@ def session_state(
 
 
 def change(aggregation: Aggregation, trained: Mapping[str, nn.Parameter]) -> str | None:
-    """What is trained now, or is not, other than when the session began; None if nothing."""
+    """Describe a change of the trained parameters since the session started; None if none."""
     new = [name for name, p in trained.items() if not aggregation.knows(p)]
     gone = [name for name in aggregation.names if name not in trained]
     if not new and not gone:
@@ -80,12 +80,12 @@ def change(aggregation: Aggregation, trained: Mapping[str, nn.Parameter]) -> str
 def session_misfit(
     settings: Settings, group: Group, trained: Mapping[str, Tensor], session: Any
 ) -> str | None:
-    """Why a session's own state, whatever it is, cannot be loaded here; None if it can.
+    """Return why a session's own state cannot be loaded here; None if it can.
 
     Args:
-        settings: Of the session here.
-        group: Of its ranks.
-        trained: The parameters that it trains, by name.
+        settings: The settings of this session.
+        group: The group of its ranks.
+        trained: Its trained parameters by name.
         session: The state.
     """
     try:
@@ -93,14 +93,14 @@ def session_misfit(
             return _unlike(session, settings, group, trained)
     except (KeyError, TypeError, IndexError, AttributeError):
         pass
-    return f"it is no state that a session gives (version {VERSION})"
+    return f"it is no session's state (version {VERSION})"
 
 
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
-    """What states have in common that the ranks saved between the same two steps.
+    """Return the values that must agree among states saved between the same two steps.
 
-    A planner decides on each rank by itself when it is time for a collective, from what all ranks
-    know: where they know different things, some would wait for others for ever.
+    The planner of each rank decides when to enter a collective, from values that are equal on all
+    ranks: if they differed, ranks would wait forever.
     """
     return {
         "asked": session["asked"],
@@ -111,12 +111,12 @@ def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_all_fit(group: Group, why: str | None, session: Any) -> None:
-    """Raises `ValueError` if the states of all ranks do not fit, or not together; a collective.
+    """Raise `ValueError` if a rank's state does not fit, or states disagree; a collective.
 
     Args:
-        group: Of the session.
-        why: Why that of this rank does not, None if it does.
-        session: That of this rank.
+        group: The session's group.
+        why: Why this rank's state does not fit, None if it does.
+        session: This rank's state.
     """
     of_ranks = group.all_gather_object([why, None if why else saved_at(session)])
     for rank, (problem, _) in enumerate(of_ranks):
@@ -126,7 +126,7 @@ def check_all_fit(group: Group, why: str | None, session: Any) -> None:
 
 
 def check_same_save(saves: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `ValueError` if states, each by `saved_at`, were not saved between the same steps."""
+    """Raise `ValueError` if states, each by `saved_at`, were not saved between the same steps."""
     first = saves[0]
     for rank, other in enumerate(saves):
         if other != first:
@@ -141,7 +141,7 @@ def check_same_save(saves: Sequence[Mapping[str, Any]]) -> None:
 def load_session(
     settings: Settings, aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]
 ) -> None:
-    """Takes up what `session_state` gave; its groups only where the same plan is asked for."""
+    """Load the result of `session_state`; its groups only if the same plan is requested."""
     merges, names = aggregation.merges, aggregation.names
     if session["asked"] == _asked(settings) and session["planner"] is not None:
         planner.load(session["planner"])
@@ -160,22 +160,22 @@ def load_session(
 
 
 def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """The states of all ranks of a session, as those of another number of ranks.
+    """Convert the states of all ranks of a session to another number of ranks.
 
-    What all ranks together carry over is kept: rank `r` of the new ones gets the residuals of the
-    old ranks `r`, `r + world_size`, ..., added up, times the new world size over the old one, since
-    a mean is over that many. Weights and optimizer state are equal on all ranks; buffers, such as
-    BatchNorm's statistics, are those of the old rank `r`, where there was one. Rounds are counted
-    on. What was measured for a plan is not kept: costs go by the number of
-    ranks, and a session that asks for such a plan measures anew. One rank corrects no momentum:
-    from and to it there are no velocities, and `momentum_correction` may be another.
+    The total of residuals is kept: new rank `r` gets the sum of the residuals of the old ranks `r`,
+    `r + world_size`, ..., times the new world size over the old one, since the mean is over that
+    many ranks. Weights and optimizer state are equal on all ranks; buffers, such as BatchNorm's
+    statistics, are those of the old rank `r`, if it exists. The number of rounds is kept.
+    Measurements for a plan are not kept, as costs depend on the number of ranks: the session
+    measures again. One rank has no momentum correction: there are no velocities from or to it, and
+    `momentum_correction` may differ.
 
     Args:
-        states: What `SparseSession.state_dict` gave on each rank, in their order.
-        world_size: How many ranks go on.
+        states: The `SparseSession.state_dict` of each rank, in rank order.
+        world_size: The new number of ranks.
 
     Raises:
-        ValueError: They are not those of all ranks of one session, after the same step.
+        ValueError: They are not the states of all ranks of one session after the same step.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -204,7 +204,7 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
         session |= {"rank": rank, "world_size": world_size}
         if world_size != old:
             session["planner"] = None
-            if 1 in (old, world_size):  # which has no momentum to correct
+            if 1 in (old, world_size):  # one rank has no momentum correction
                 session["velocities"] = {}
                 session["settings"] = {
                     name: value
@@ -229,13 +229,13 @@ def _sums(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Ten
 
 
 def _must_fit(settings: Settings) -> dict[str, str]:
-    """What must be the same where a state is loaded; density, plan and methods may be others."""
+    """Return the settings that must match when a state is loaded; not density, plan, methods."""
     described = settings.describe()
     return {name: str(described[name]) for name in ("select", "momentum_correction")}
 
 
 def _asked(settings: Settings) -> dict[str, Any]:
-    """What the groups follow from, beside what is measured."""
+    """Return the settings that determine the groups, besides measurements."""
     plan = settings.plan
     return {
         "plan": plan.to_json() if isinstance(plan, Plan) else plan,
@@ -246,7 +246,7 @@ def _asked(settings: Settings) -> dict[str, Any]:
 def _unlike(
     session: Mapping[str, Any], settings: Settings, group: Group, trained: Mapping[str, Tensor]
 ) -> str | None:
-    saved_at(session)  # what is not there is found before ranks compare it
+    saved_at(session)  # raises for missing values before ranks compare them
     Counters(**session["counted"])
     if session["world_size"] != group.world_size:
         return (

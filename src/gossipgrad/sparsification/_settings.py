@@ -1,4 +1,4 @@
-"""What the user chooses, resolved and checked."""
+"""The settings of `sparsify`, resolved and checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,12 +34,12 @@ RULES = (*MEASURED_RULES, "layerwise", "wfbp", "single")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RoundSettings):
-    """Everything that `sparsify()` was asked for, with density resolved.
+    """The settings of `sparsify()`, with density resolved.
 
     All ranks meet in every step, in collectives.
 
     Raises:
-        ValueError: For the first thing that no session could have.
+        ValueError: For the first invalid setting.
     """
 
     mode: Mode = field(default=Sync(), init=False)
@@ -85,11 +85,11 @@ class Settings(RoundSettings):
 
     @property
     def measures(self) -> bool:
-        """Whether the plan waits for measurements of the first steps."""
+        """Whether the plan needs measurements of the first steps."""
         return isinstance(self.plan, str) and self.plan in MEASURED_RULES
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         return {
             "density": describe_density(self.density),
             "plan": self.plan,
@@ -101,7 +101,7 @@ class Settings(RoundSettings):
 
 
 def check_selection(select: object, value_dtype: object) -> None:
-    """Raises `ValueError` if nothing can be selected so, or travel as that."""
+    """Raise `ValueError` for an invalid selection or value type."""
     if select not in SELECTIONS:
         raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {select!r}")
     if value_dtype is not None and value_dtype not in VALUE_DTYPES:
@@ -112,7 +112,7 @@ def check_selection(select: object, value_dtype: object) -> None:
 
 
 def check_listeners(scaler: object, recorder: object) -> None:
-    """Raises `ValueError` if these are no scaler, and nothing that takes spans, nor None."""
+    """Raise `ValueError` unless these are a scaler and a recorder, or None."""
     if not isinstance(scaler, torch.amp.GradScaler | None):
         raise ValueError(
             f"scaler must be the torch.amp.GradScaler that scales the loss, or None, got {scaler!r}"
@@ -125,7 +125,7 @@ def check_listeners(scaler: object, recorder: object) -> None:
 
 
 def check_momentum(optimizers: Sequence[Optimizer], momentum_correction: float | None) -> None:
-    """Raises `ValueError` if momentum would be applied twice."""
+    """Raise `ValueError` if momentum would be applied twice."""
     if momentum_correction is None:
         return
     for optimizer in optimizers:
@@ -139,7 +139,7 @@ def check_momentum(optimizers: Sequence[Optimizer], momentum_correction: float |
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises `ValueError` if gradients of these cannot be merged."""
+    """Raise `ValueError` if the parameters' gradients cannot be merged."""
     if not parameters:
         raise ValueError(
             "the optimizers train no parameter that requires gradients: nothing is averaged"
@@ -160,7 +160,7 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_plan_fits(plan: Plan, tensors: int, methods: Sequence[str]) -> None:
-    """Raises `ValueError` if a plan is not one of so many tensors by these methods."""
+    """Raise `ValueError` unless a plan has this number of tensors and uses these methods."""
     planned = plan.groups[-1].stop if plan.groups else 0
     if planned != tensors:
         raise ValueError(
@@ -176,10 +176,10 @@ def check_plan_fits(plan: Plan, tensors: int, methods: Sequence[str]) -> None:
 
 
 def in_order_of(plan: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters as a plan with names counts them; as they are for all else.
+    """Return the parameters in the order of a plan's names; unchanged without names.
 
     Raises:
-        ValueError: The plan names others.
+        ValueError: The plan has other names.
     """
     if not isinstance(plan, Plan) or not plan.names:
         return parameters
@@ -198,7 +198,7 @@ def in_order_of(plan: object, parameters: dict[str, nn.Parameter]) -> dict[str, 
 
 
 def _is_real(value: object) -> bool:
-    """Whether it is a number, and no truth value."""
+    """Whether it is a number, and not a bool."""
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 

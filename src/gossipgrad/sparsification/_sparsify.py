@@ -1,4 +1,4 @@
-"""The door: where `None` and strings become settings, and a session begins."""
+"""The function `sparsify`: resolves its arguments to settings, and starts a session."""
 
 import warnings
 from collections.abc import Sequence
@@ -46,68 +46,68 @@ def sparsify(
     recorder: Recorder | None = None,
     **removed: Any,
 ) -> SparseSession:
-    """Trains `model` with sparse gradients: from now on every backward pass aggregates them.
+    """Train `model` with sparse gradients: from now on every backward pass aggregates them.
 
     A collective: all ranks call it, with the same model and settings. The replicas become that of
-    rank 0. When `backward()` returns, `.grad` is the mean over ranks of what each has sent: the
-    largest elements of its gradients and of what it did not send before. The training loop,
-    clipping, scheduler and scaler stay the user's, and see the aggregated gradient; everything
-    hangs on hooks and comes off at `close()`. Until then the hooks hold the session, which lives as
-    long as the optimizer, whether or not what is returned is kept. With one rank, training is the
-    plain optimizer's, bit for bit.
+    rank 0. When `backward()` returns, `.grad` is the mean over ranks of the sent elements: the
+    largest of each rank's gradients plus its unsent rest of earlier rounds. The training loop,
+    clipping, scheduler and scaler stay the user's, and see the aggregated gradient; the session
+    uses hooks, which `close()` removes. Until then the hooks keep the session alive as long as the
+    optimizer, even if the return value is dropped. With one rank, training is the plain
+    optimizer's, bit for bit.
 
-    Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
-    selection and network in the first steps, and computes which tensors to merge and which not to
-    compress. Then that plan is compared once with dense gradients in real steps, and the faster
-    stays: it refuses to compress where that does not pay, and says so.
+    Gradients are sent in groups during backward. `plan="optimal"` measures backward, selection and
+    network in the first steps, and computes which tensors to merge and which not to compress. Then
+    that plan is compared once with dense gradients in real steps, and the faster is kept: it
+    refuses to compress if that is not faster, with a message.
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
-    others: that step's gradients are not aggregated, weights and residuals are as before it. One
-    whose host hangs is awaited until the timeout of the group, half an hour by default.
+    others: that step's gradients are not aggregated, weights and residuals are as before it. They
+        wait for a rank whose host hangs until the timeout of the group, half an hour by default.
 
-    Every backward pass outside `no_sync()` is a round of all that `.grad` holds. A parameter
-    without a gradient counts as zeros and gets the mean of the others'; so its `.grad` is never
-    None after a round. A step with gradients that have not met is a round of its own, and so is one
-    without any, on all ranks: a rank that has none, or zeros, keeps what it carries over and gets
-    the mean of the others'; where none has any, all stay None, and the step does nothing. Where the
-    gradient of any rank is not finite, all are NaN on all ranks, and what is carried over stays: of
-    several optimizers a scaler then lets none step.
+    Every backward pass outside `no_sync()` is a round of the whole `.grad`. A parameter without a
+    gradient counts as zeros and gets the mean of the others'; so its `.grad` is never None after a
+    round. A step with gradients that were not averaged runs its own round, and so does a step
+    without gradients, on all ranks: a rank that has none, or zeros, keeps its residuals and gets
+    the mean of the others'; if no rank has any, all stay None, and the step does nothing. If the
+    gradient of any rank is not finite, all are NaN on all ranks, and residuals are unchanged: a
+    scaler then skips the steps of all optimizers.
 
-    Which parameters are trained is taken down at the start, and by `session.broadcast_()`: a step
-    with a gradient of another, unfrozen or added since, or of one that was frozen since, raises
+    The set of trained parameters is recorded at the start, and by `session.broadcast_()`: a step
+    with a gradient of a parameter that was unfrozen, added or frozen since raises
     `ReplicaChangedError`.
 
     Args:
         model: On one device; parameters of floating types, not sharded.
-        optimizer: The optimizer, or several that step together. One that steps on its own, as in
-            a GAN, has a session of its own, and the passes of the others run inside its
-            `no_sync()`: a round is one of all parameters of the session, whatever the loss was.
+        optimizer: The optimizer, or several that step together. One that steps separately, as in a
+            GAN, needs a separate session, and the passes of the others run inside its `no_sync()`:
+            a round covers all parameters of the session, whatever the loss.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as a `gg.sparsification.Warmup`, which the default is: all for 250
-            steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. It goes by the step alone
-            and is asked on rank 0, for all ranks and up to a hundred steps at once. Or shares by
-            name, of which the first that fits counts, and which with `select="per_group"` add up to
-            how much is sent of any group.
+            step to it, such as a `gg.sparsification.Warmup`, which is the default: everything for
+            250 steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. A function depends
+            only on the step and is evaluated on rank 0, for all ranks and up to a hundred steps
+            ahead. Or shares by name, of which the first that fits counts; with `select="per_group"`
+            they add up to the share of a group.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a
             `gossipgrad.planning.Plan`, which finds its tensors by their names, and without names
             counts them from the model's last to its first.
-        select: `"per_group"`: the largest of all that travel together. `"per_tensor"`: of each
-            tensor as many as its size demands, so that none starves.
+        select: `"per_group"`: the largest elements of a group. `"per_tensor"`: of each tensor in
+            proportion to its size, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
-        value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
-            rounding takes away is carried over. None: float32, float64 for such gradients.
+        value_dtype: Type of values in sparse messages, such as `torch.bfloat16`; rounding errors
+            are carried over. None: float32, or float64 for float64 gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
-            as 0.9; that of the optimizer must be 0 then. One rank alone corrects nothing, and a
-            warning says so.
-        scaler: The `torch.amp.GradScaler` that scales the loss, if one does: what is carried over
-            is kept in its units. The last pass of each step has to be outside `no_sync()` then,
-            and all before it inside.
-        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
-            becomes the session's own, and closes with it.
-        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
+            as 0.9; the optimizer's momentum must then be 0. With one rank it has no effect, with a
+            warning.
+        scaler: The `torch.amp.GradScaler` that scales the loss, if one does: residuals are kept in
+            its units. The last pass of each step must then be outside `no_sync()`, and all before
+            it inside.
+        process_group: The ranks that take part; by default all. Nothing is sent on it. The session
+            owns a `gg.Group` passed here, and closes it.
+        mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`.
         **removed: Arguments of earlier versions, each with an error that says what to use instead.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
 
@@ -115,10 +115,10 @@ def sparsify(
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be, or if a parameter is in another session of
-            `sparsify`, `gossip` or `CommHook` that was not closed, and whose optimizer lives.
+        ValueError: For invalid settings, or if a parameter is in another open session of
+            `sparsify`, `gossip` or `CommHook` whose optimizer is alive.
         AgreementError: If the ranks differ in names, shapes, dtypes or settings.
-        GossipError: If a rank dies meanwhile.
+        GossipError: If a rank dies.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -175,10 +175,10 @@ def sparsify(
 
 
 def _check_removed(given: dict[str, Any]) -> None:
-    """Raises for arguments that there are no more, or never were."""
+    """Raise for removed or unknown arguments."""
     if "replan" in given:
         raise ValueError(
-            "replan is no argument any more: plans are measured once, in the first steps, and "
+            "the argument replan was removed: plans are measured once, in the first steps, and "
             "compared once with dense gradients. Leave it out, and call session.replan() on all "
             "ranks when the network or the density has changed for good; plan=session.plan keeps "
             "one plan as it stands"

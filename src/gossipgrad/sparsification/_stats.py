@@ -1,4 +1,4 @@
-"""What a session has done so far, in numbers."""
+"""The counters of a session."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -14,17 +14,17 @@ __all__ = ["GroupStats", "SparseStats", "collect"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStats:
-    """One group of the present plan, and what its last round took on this rank.
+    """One group of the current plan, and the times of its last round on this rank.
 
     Attributes:
-        tensors: How many there are in it.
-        elements: Of all of them.
+        tensors: Number of tensors.
+        elements: Total number of elements.
         method: `"sparse"`, `"dense"`, `"fp16"` or `"bf16"`.
-        chosen: Coordinates that are sent of it.
-        bytes_sent: Of one round.
-        select_seconds: From its last gradient until its message was handed over.
+        chosen: Number of coordinates to send.
+        bytes_sent: Bytes of one round.
+        select_seconds: From its last gradient until its message was queued.
         gather_seconds: The collective, waiting for slower ranks included.
-        add_seconds: Adding up what came.
+        add_seconds: Adding up the received messages.
     """
 
     tensors: int
@@ -39,36 +39,38 @@ class GroupStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseStats:
-    """What one rank's session has done and holds; one of a single rank has only counted its steps.
+    """The counters and memory of one rank's session; a single rank counts only its steps.
 
     Attributes:
-        rounds: How often gradients were aggregated; of one rank alone, its steps.
-        bytes_sent: To the other ranks, by way of rings: `p - 1` times each sparse message,
-            `2 (p - 1) / p` of what is all-reduced. Computed, and not counted on the wire.
-        all_reduce_bytes: What a ring all-reduce of all gradients would have sent in as many rounds.
-        exposed_seconds: Time that steps were blocked at the end of backward: not hidden by compute.
+        rounds: How often gradients were aggregated; with one rank, its steps.
+        bytes_sent: Bytes to the other ranks, through rings: `p - 1` times each sparse message, `2
+            (p - 1) / p` of all-reduced bytes. Computed, not measured on the wire.
+        all_reduce_bytes: Bytes of a ring all-reduce of all gradients in as many rounds.
+        exposed_seconds: Time that steps were blocked at the end of backward, not hidden by compute.
         select_seconds: Time spent on residuals, selection and packing, in backward.
-        communicate_seconds: Time of collectives and of adding up what came, beside backward.
-        nonfinite_rounds: Rounds in which the gradient of some rank was NaN or infinite; one rank
-            alone does not look.
-        starved_tensors: Tensors of which this rank has sent nothing for `starved_after` rounds.
-        starved_share: The elements of these, as a share of all.
-        starved_after: Rounds after which a tensor counts as starved: thrice those in which each
-            coordinate would be chosen once at this density, 100 at least.
-        longest_wait_rounds: Rounds since a coordinate of that tensor was sent that waits longest.
-        residual_ratio: Norm of what is carried over by that of the last mean gradient; None where
-            there is none yet, with these groups, and where it is 0. Grows without bound where
-            training diverges.
-        extra_memory_bytes: Held beside the model and its gradients.
-        groups: Of the plan in use, in the order of backward.
-        predicted_seconds: From the first gradient until all groups have come, by the plan; None
-            while there is none with times.
-        measured_seconds: The same as it was, the median of the last rounds; None before the first.
-        alternatives: What was predicted for the rules, by name and method.
-        compared_seconds: What a step took with the plan, as `"plan"`, and with gradients sent
-            whole, as `"dense"`; empty before they were compared, and without `"dense"` where that
-            is predicted to be far slower.
-        refused: Why nothing is compressed though it may be; None if something is.
+        communicate_seconds: Time of collectives and of adding up messages, in parallel to backward.
+        nonfinite_rounds: Rounds in which the gradient of some rank was NaN or infinite; not counted
+            with one rank.
+        starved_tensors: Number of tensors of which this rank has sent nothing for `starved_after`
+            rounds.
+        starved_share: Share of all elements in these tensors.
+        starved_after: Rounds after which a tensor counts as starved: three times the rounds in
+            which each coordinate would be chosen once at this density, at least 100.
+        longest_wait_rounds: The most rounds that a tensor has waited since a coordinate of it was
+            sent.
+        residual_ratio: Norm of the residuals divided by that of the last mean gradient; None if
+            there is no mean yet with these groups, or if it is 0. Grows without bound if training
+            diverges.
+        extra_memory_bytes: Memory in addition to the model and its gradients.
+        groups: The groups of the current plan, in the order of backward.
+        predicted_seconds: The plan's time from the first gradient to the end of all groups; None
+            without a plan with times.
+        measured_seconds: The measured time, the median of the last rounds; None before the first.
+        alternatives: Predicted times of the rules, by name and method.
+        compared_seconds: Step times with the plan, as `"plan"`, and with dense gradients, as
+            `"dense"`; empty before the comparison, and without `"dense"` if that is predicted to be
+            far slower.
+        refused: Why nothing is compressed although it is allowed; None if something is.
     """
 
     rounds: int
@@ -92,7 +94,7 @@ class SparseStats:
     refused: str | None = None
 
     def __str__(self) -> str:
-        """The figures to look at first, in words.
+        """Return the main figures as text.
 
         Example:
             >>> import torch, gossipgrad as gg
@@ -119,7 +121,7 @@ class SparseStats:
 
 
 def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
-    """The figures of a session of several ranks."""
+    """Collect the counters of a session of several ranks."""
     groups = tuple(
         GroupStats(
             tensors=len(made.sizes),

@@ -1,4 +1,4 @@
-"""Around each step of an optimizer: gradients that are not averaged yet are, before it."""
+"""Checks around each optimizer step: average gradients first if they are not averaged yet."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,26 +15,26 @@ from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 __all__ = ["Closure", "StepWatch"]
 
 Closure = Callable[..., Any]
-_LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
+_LOOK_EVERY = 100  # rounds between checks for gradients of untrained parameters
 
 
 class StepWatch:
-    """Sees that no optimizer steps with a gradient of this rank alone.
+    """Ensures that no optimizer steps with a gradient of this rank only.
 
     Gradients are averaged at the end of backward. A step with gradients that are not (the last pass
-    was inside `no_sync()`, or gradients were written by hand) is a round of its own, and so is one
-    without any: other ranks may be in theirs. Where the step computes gradients in a closure, the
-    backward pass in there is the round, or one follows when the closure returns. An optimizer that
-    does not call its closure steps without: that ends the session.
+    was inside `no_sync()`, or gradients were written by hand) runs its own round, and so does a
+    step without gradients: other ranks may be in their round. If the step computes gradients in a
+    closure, the backward pass in it is the round, or one follows when the closure returns. An
+    optimizer that does not call its closure steps without a round: that ends the session.
 
-    Gradients written by hand after a round whose step was left out are taken for those of that
-    round, unless a scaler left it out and has changed its scale.
+    Gradients written by hand after a round whose step was skipped count as those of that round,
+    unless a scaler skipped it and has changed its scale.
 
     Args:
         model: Names the parameters.
-        optimizers: All of the session.
+        optimizers: All optimizers of the session.
         aggregation: The rounds.
-        scaler: The one that the session knows.
+        scaler: The session's scaler.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class StepWatch:
         self._aggregation = aggregation
         self._scaler = scaler
         self._optimizers = list(optimizers)
-        self._stepped_at: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
-        self._awaiting_closure: set[int] = set()  # optimizers that have yet to call theirs
+        self._stepped_at: dict[int, int] = {}  # by optimizer, the round of its last step
+        self._awaiting_closure: set[int] = set()  # optimizers that have not called theirs yet
         self._warned = False
         self._looked_at = -1
         self.start_over()
 
     def start_over(self) -> None:
-        """No round until now is one of the step to come: after a state was loaded."""
+        """Forget earlier rounds, after a state was loaded."""
         self._stepped_at = {
             id(each): self._aggregation.counters.rounds for each in self._optimizers
         }
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
-        """Called before each step; returns the closure that it is to use."""
+        """Called before each step; returns the closure to use."""
         pending = self._is_pending(optimizer)
         self._aggregation.check_steps(averaged=not pending)
         self._check_known(optimizer)
@@ -75,7 +75,7 @@ class StepWatch:
         return None
 
     def _averaging(self, closure: Closure, optimizer: Optimizer) -> Closure:
-        """The closure, and after each call of it the round that it has not had."""
+        """Wrap the closure to run the missing round after each call."""
 
         def with_round(*args: Any, **kwargs: Any) -> Any:
             loss = closure(*args, **kwargs)
@@ -88,7 +88,7 @@ class StepWatch:
         return with_round
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
-        """Whether it would step with what no round of its step has given."""
+        """Whether it would step with gradients that no round has averaged."""
         aggregation = self._aggregation
         return (
             self._stepped_at[id(optimizer)] == aggregation.counters.rounds
@@ -108,7 +108,7 @@ class StepWatch:
         self._aggregation.run_now()
 
     def _check_known(self, optimizer: Optimizer) -> None:
-        """Raises where the optimizer would train what is not averaged, or what is frozen by now."""
+        """Raise if the optimizer would train unaveraged or now frozen parameters."""
         for parameter in parameters_of(optimizer):
             if not parameter.numel():
                 continue  # there is nothing to average
@@ -119,7 +119,7 @@ class StepWatch:
                     "began: what is carried over of it is still sent. Call session.broadcast_() on "
                     "every rank, before the backward pass, to go on without it"
                 )
-            grad = parameter.grad  # zeros are what zero_grad(set_to_none=False) leaves
+            grad = parameter.grad  # zero_grad(set_to_none=False) leaves zeros
             if not known and grad is not None and (parameter.requires_grad or bool(grad.any())):
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} has a gradient that no other rank gets: it was "
@@ -147,10 +147,11 @@ class StepWatch:
         self._stepped_at[id(optimizer)] = aggregation.counters.rounds
 
     def _look_for_untrained(self) -> None:
-        """Warns once of a parameter that has a gradient and is trained by no optimizer here.
+        """Warn once of a parameter that has a gradient and that no optimizer here trains.
 
         Under DistributedDataParallel its gradient would be the mean of all ranks. Here it stays
-        this rank's own, and so is what is computed from all gradients, such as their norm.
+        this rank's own, and results computed from all gradients, such as their norm, differ between
+        ranks.
         """
         look = self._aggregation.counters.rounds // _LOOK_EVERY
         if self._warned or look == self._looked_at:
@@ -159,7 +160,7 @@ class StepWatch:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None or self._aggregation.knows(parameter):
                 continue
-            # One with hooks is another session's.
+            # A parameter with hooks belongs to another session.
             hooked = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
             if parameter.requires_grad and parameter.numel() and not hooked:
                 self._warned = True

@@ -1,4 +1,4 @@
-"""Memory between the thread of backward and that of collectives, and clocks, on any device."""
+"""Memory shared by the backward thread and the collectives' thread, and clocks, on any device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,36 +12,36 @@ __all__ = ["Clock", "Staging", "make_clock", "make_staging"]
 
 
 class Staging:
-    """Passes tensors in host memory from the thread of backward to that of collectives, and back.
+    """Passes tensors in host memory between the backward thread and the collectives' thread.
 
     Both threads see the same memory, and the queue and its tickets order them.
     """
 
     def mark_written(self) -> None:
-        """The thread of backward has written what the other is to read."""
+        """Mark that the backward thread has written the data for the other thread."""
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Inside, the thread of collectives may read it, and write what came."""
+        """Let the collectives' thread read the data and write results inside."""
         yield
 
     def wait_received(self) -> None:
-        """After it the thread of backward may read what was written inside `on_stream`."""
+        """Make the backward thread's reads follow the writes inside `on_stream`."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """The same values in host memory."""
+        """Return the values in host memory."""
         return tensor
 
     def from_host(self, tensor: Tensor, out: Tensor) -> Tensor:
-        """The same values beside the parameters: in `out`, or where they are."""
+        """Return the values on the parameters' device: in `out`, or unchanged if there already."""
         return tensor
 
 
 class StreamStaging(Staging):
-    """Passes tensors on an accelerator, on a stream of the collectives' own.
+    """Passes tensors on an accelerator, on a separate stream for collectives.
 
-    Kernels of backward go on while a message is copied to the host: only what was there when the
-    group was written is awaited.
+    Kernels of backward continue while a message is copied to the host: it waits only for work
+    queued before the group was written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,25 +85,25 @@ class StreamStaging(Staging):
 
 
 class Clock:
-    """Moments at which gradients are ready."""
+    """Records when gradients are ready."""
 
     def now(self) -> Any:
-        """This one."""
+        """Return the current moment."""
         return perf_counter()
 
     def seconds(self, moments: Sequence[Any]) -> list[float]:
-        """From the first of them to each."""
+        """Return the seconds from the first moment to each."""
         return [moment - moments[0] for moment in moments]
 
 
 class StreamClock(Clock):
-    """Moments on an accelerator, where a gradient is ready long after its hook was called."""
+    """Records moments on an accelerator, where a gradient is ready long after its hook."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> Any:
-        """See `Clock.now`; waits for nothing."""
+        """See `Clock.now`; does not wait."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
@@ -115,10 +115,10 @@ class StreamClock(Clock):
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The one for gradients on a device."""
+    """Return the clock for gradients on a device."""
     return Clock() if device.type == "cpu" else StreamClock(device)
 
 
 def make_staging(device: torch.device) -> Staging:
-    """The one for tensors on a device."""
+    """Return the staging for tensors on a device."""
     return Staging() if device.type == "cpu" else StreamStaging(device)

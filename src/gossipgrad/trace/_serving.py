@@ -1,4 +1,4 @@
-"""The report of a run while it goes on, served to a browser on this machine."""
+"""The report of a run in progress, served to a browser on this machine."""
 
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

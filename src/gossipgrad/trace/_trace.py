@@ -97,13 +97,13 @@ class Trace:
 
     @property
     def num_spans(self) -> int:
-        """How many spans are held."""
+        """How many spans are kept."""
         return len(self._spans)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the spans held as JSON lines: a header, then one span a line.
+        """Writes the kept spans as JSON lines: a header, then one span a line.
 
-        The header carries the rank, one reading of the wall clock and of the span clock taken
+        The header carries the rank, one reading of the wall clock and of the span clock, read
         together, and the count of dropped spans. The file appears whole or not at all. Recording
         may go on meanwhile; a later `save` writes everything again.
 

@@ -316,7 +316,6 @@ def begin_from_consensus(
     rank: int,
     world_size: int,
     epoch_batches: int,
-    members: Sequence[int] | None = None,
 ) -> tuple[LoopState, str] | None:
     """Begins with the mean of the saved replicas where other ranks had saved them; local.
 
@@ -332,7 +331,6 @@ def begin_from_consensus(
         rank: This rank.
         world_size: How many there are.
         epoch_batches: Batches of an epoch of this start.
-        members: The ranks that begin; None: all.
 
     Returns:
         Where the run goes on, and what the user should know of it; None where nothing is resumed,
@@ -347,8 +345,7 @@ def begin_from_consensus(
     assert step is not None, "the front door has chosen one"
     ranks = checkpoint.members(directory, step=step, run=config.run_name)
     before = checkpoint.manifest(directory, rank=ranks[0], step=step).world_size
-    here = tuple(range(world_size) if members is None else members)
-    if ranks == here == tuple(range(before)) and before == world_size:
+    if ranks == tuple(range(world_size)) and before == world_size:
         return None
     if not config.traits.communicates:
         if before == world_size:
@@ -380,9 +377,9 @@ def begin_from_consensus(
     if rank in ranks:
         metrics["offset"] = states[ranks.index(rank)]["loop"]["metrics"]["offset"]
     note = (
-        f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {len(here)} went on "
+        f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} went on "
         "from their consensus: not bit for bit what those would have done"
     )
-    if rank == min(here):
+    if rank == 0:
         warnings.warn(note, stacklevel=2)
     return LoopState(epoch=furthest["epoch"], batch=batch, metrics=metrics), note

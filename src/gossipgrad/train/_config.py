@@ -116,9 +116,8 @@ class TrainConfig:
     threads: int = 1
     """Threads of compute of a rank on the CPU."""
     start_seconds: float = 120.0
-    """How long the others wait for a rank that they have never heard of, before a run begins
-    without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
-    if that is less."""
+    """How long ranks wait at the start for one that has not arrived, from the last that has, before
+    all end."""
     lost_after_seconds: float = 10.0
     """How long a rank may show no sign of life before the others go on without it for good, or,
     where they cannot, end."""

@@ -1,7 +1,7 @@
 """The metric of the test part, alone or shared out over the ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,7 +49,6 @@ class TestPart:
         world_size: How many there are.
         threads: How many make batches ahead.
         device: Where the model is.
-        beat: Called after each batch: shows that a rank that evaluates for long does not hang.
     """
 
     __test__ = False  # no test case, whatever its name
@@ -62,11 +61,10 @@ class TestPart:
         world_size: int,
         threads: int = 0,
         device: torch.device | None = None,
-        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._samples, self._measure = job.test_samples(), job.measure
         self._rank, self._world_size, self._threads = rank, world_size, threads
-        self._device, self._beat = device or torch.device("cpu"), beat
+        self._device = device or torch.device("cpu")
 
     @property
     def batch_size(self) -> int:
@@ -115,7 +113,6 @@ class TestPart:
                 total += torch.tensor(
                     [float(values.double().sum()), values.numel()], dtype=torch.float64
                 )
-                self._beat()
             return total
         finally:
             model.train(was_training)

@@ -5,7 +5,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -126,17 +126,6 @@ def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> No
         file.truncate()
 
 
-def write_errors(path: Path, text: str) -> bool:
-    """Write a traceback; whether the disk took it."""
-    try:
-        path.write_text(text)
-    except OSError:
-        with suppress(OSError):
-            path.unlink()
-        return False
-    return True
-
-
 @contextmanager
 def _explaining_full_disk(run_dir: RunDir, way_out: str) -> Iterator[None]:
     try:
@@ -149,6 +138,25 @@ def _explaining_full_disk(run_dir: RunDir, way_out: str) -> Iterator[None]:
         ) from error
 
 
+def where_weights_are(run_dir: RunDir) -> str:
+    """What is left of a run that nobody puts together, and how to go on."""
+    text = f"the weights of each rank that reached its end are in {run_dir.partial}"
+    if run_dir.holds_checkpoints:
+        text += f"; gossipgrad train --resume {run_dir.path} writes the rest"
+    return text
+
+
+def write_errors(path: Path, text: str) -> bool:
+    """Write a traceback; whether the disk took it."""
+    try:
+        path.write_text(text)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        return False
+    return True
+
+
 # A network file system may show a new file to other machines after a while.
 _VISIBLE_SECONDS = 15.0
 
@@ -156,38 +164,30 @@ _VISIBLE_SECONDS = 15.0
 def leave_token(run_dir: RunDir) -> str:
     """Leave a file that is new, and give what stands in it."""
     token = secrets.token_hex(8)
-    _token_path(run_dir).write_text(token)
+    run_dir.opened.write_text(token)
     return token
 
 
-def check_shared(run_dir: RunDir, token: str, *, wait_seconds: float = _VISIBLE_SECONDS) -> None:
-    """Refuse a folder that has the name of the one that was opened, and is another one.
+def check_shared(run_dir: RunDir, token: str, *, unless: Callable[[], object]) -> None:
+    """Refuse a folder that has the name of the one that rank 0 opened, and is another one.
 
     Args:
         run_dir: The folder, as this rank sees it.
-        token: What `leave_token` gave on the rank that opened it.
-        wait_seconds: How long to wait for the file to be seen.
+        token: What `leave_token` gave on rank 0.
+        unless: Called while this waits for the file to be seen; ends that by an error.
 
     Raises:
-        ValueError: It is another one: checkpoints of the run would never be complete in it.
+        ValueError: It is another one: nobody would find there what each rank leaves in its own.
     """
-    deadline = time.monotonic() + wait_seconds
-    while not _holds(_token_path(run_dir), token):
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while True:
+        with suppress(OSError):
+            if run_dir.opened.read_text() == token:
+                return
+        unless()
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{run_dir.path} is not the same folder as on the machine that opened the run, and "
-                "a checkpoint is complete where the parts of all ranks lie together: name a folder "
-                "that all machines share with --out, or leave --checkpoint-every out."
+                f"{run_dir.path} is not the same folder as on the machine of rank 0, which puts "
+                "together what all ranks leave there: name one that all machines share with --out."
             )
         time.sleep(0.1)
-
-
-def _token_path(run_dir: RunDir) -> Path:
-    return run_dir.partial / "opened"
-
-
-def _holds(path: Path, token: str) -> bool:
-    try:
-        return path.read_text() == token
-    except OSError:
-        return False

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from ._layout import RunDir
 
 # Targets of so many samples tell two texts apart, which have no labels.
 _PROBED_SAMPLES = 64
-_KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +30,11 @@ class Invitation:
     Attributes:
         address: For `gg.join`; None if the run cannot be joined.
         refusal: Why not.
-        store: Host and port of the run's store.
         data: Distinguishes its model and data set from others.
     """
 
     address: str | None
     refusal: str | None
-    store: tuple[str, int] | None
     data: str
 
     def write(self, run_dir: RunDir) -> None:
@@ -49,15 +45,6 @@ class Invitation:
             file.write(json.dumps(asdict(self), indent=2) + "\n")
         partial.replace(run_dir.invitation)
 
-    def knock(self) -> None:
-        """See that somebody listens where the run's store is, if it is known.
-
-        Raises:
-            OSError: Nobody does.
-        """
-        if self.store is not None:
-            socket.create_connection(self.store, timeout=_KNOCK_SECONDS).close()
-
     @classmethod
     def read(cls, run_dir: RunDir) -> "Invitation | None":
         """What a run has left, None if there is none.
@@ -67,8 +54,7 @@ class Invitation:
         """
         try:
             content: dict[str, Any] = json.loads(run_dir.invitation.read_text())
-            store = content["store"] and (str(content["store"][0]), int(content["store"][1]))
-            return cls(**content | {"store": store})
+            return cls(**content)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -76,7 +62,7 @@ class Invitation:
                 f"cannot read {run_dir.invitation}: {error.strerror}; join as the user who started "
                 "the run."
             ) from error
-        except (LookupError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
             ) from error
@@ -92,12 +78,7 @@ def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
     except (ValueError, GossipError) as error:  # a slow store is no reason not to train
         refusal = str(error)
     try:
-        Invitation(
-            address=address,
-            refusal=refusal,
-            store=place_of(session.group.store),
-            data=fingerprint_of(job),
-        ).write(run_dir)
+        Invitation(address=address, refusal=refusal, data=fingerprint_of(job)).write(run_dir)
     except OSError as error:
         return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
     return None
@@ -131,9 +112,3 @@ def root_of(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def place_of(store: dist.Store) -> tuple[str, int] | None:
-    """Host and port of a store, if it is one that has them."""
-    root = root_of(store)
-    return (root.host, root.port) if isinstance(root, dist.TCPStore) else None

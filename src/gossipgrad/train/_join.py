@@ -26,7 +26,7 @@ from gossipgrad.data import ElasticBatches
 from ._checkpoints import LoopState
 from ._config import TrainConfig
 from ._device import check_device
-from ._ending import MAILBOX, Ending, put_together_orphan
+from ._ending import MAILBOX, Ending
 from ._files import write_errors
 from ._invitation import Invitation, fingerprint_of, root_of
 from ._job import Job
@@ -34,9 +34,9 @@ from ._layout import RunDir
 from ._lock import hold_lock
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
-from ._progress import make_progress
+from ._progress import Progress
 from ._rank import train_rank
-from ._result import RunFailedError, after_checks, exit_code_of, short_cause
+from ._result import RunFailedError, exit_code_of, short_cause
 from ._signals import Stops, end_at_once, hear_stops
 from ._tasks import load_job
 from .strategies import STRATEGIES, RunningStrategy, StopFlag
@@ -119,11 +119,15 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     config, run_dir, invitation = _find_run(options)
     assert config.nproc is not None
     assert invitation.address is not None
-    progress, stop = make_progress(config), threading.Event()
+    progress, stop = Progress(config), threading.Event()
+    ending: Ending | None = None
 
     def emit(event: Event) -> None:
+        nonlocal ending
         event.pop("living", None)
         if event["event"] == "joined":
+            assert joiner.mailbox is not None
+            ending = Ending(config, run_dir, joiner.mailbox, event["rank"])
             donor = event["from_rank"]
             progress.notice(f"joined as rank {event['rank']}, with the weights of rank {donor}")
         progress.take(event)
@@ -151,14 +155,19 @@ def join_run(options: JoinConfig) -> JoinOutcome:
                 emit=emit,
                 joiner=joiner,
             )
+            assert ending is not None, "it has joined"
+            ending.hand_in({"result": result.to_json()})
+            outcome = None if result.left else ending.finish()
         except Exception as error:
-            joiner.hand_in({"cause": f"failed: {short_cause(error)}"}, config.nproc)
+            if ending is not None:
+                ending.hand_in({"cause": f"failed: {short_cause(error)}"})
             raise RunFailedError(_describe_failure(error, run_dir, joiner.rank)) from error
-        joiner.hand_in({"result": result.to_json()}, config.nproc)
-        with after_checks():
-            summary = put_together_orphan(config, run_dir, {result.rank: result})
-        if summary is None and not result.left:
-            summary = _await_summary(run_dir)
+        finally:
+            if ending is not None:
+                ending.close()
+    summary = None if outcome is None else outcome.summary
+    if summary is None and not result.left:
+        summary = _await_summary(run_dir)
     return JoinOutcome(
         exit_code=exit_code_of(stops.first if result.stopped else None),
         run_dir=run_dir.path,
@@ -173,8 +182,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
 class RunJoiner:
     """Joins a run, and stops with it, or leaves it before.
 
-    While it trains it shows signs of life in the folder of the run, for the rank that puts the
-    run together, and polls whether the run stops.
+    While it trains it polls whether the run stops.
 
     Args:
         address: Of the run, for `gg.join`.
@@ -186,6 +194,7 @@ class RunJoiner:
         carried: The state of the donor's loop.
         begun_step: The step of the run after which this worker begins.
         rank: Its rank; None before it has joined.
+        mailbox: Where ranks leave what they have learned; None before it has joined.
     """
 
     def __init__(
@@ -200,7 +209,7 @@ class RunJoiner:
         self._stop, self._emit = stop, emit
         self.begun_step = 0
         self.rank: int | None = None
-        self._mailbox: dist.Store | None = None
+        self.mailbox: dist.Store | None = None
         self.carried: dict[str, Any] = {}
         self._batches: ElasticBatches | None = None
         self._run_stops = False
@@ -235,7 +244,7 @@ class RunJoiner:
                 group["initial_lr"] = rate  # what schedules go by
         assert session.joined_with is not None
         self.rank = session.rank
-        self._mailbox = dist.PrefixStore(MAILBOX, root_of(session.group.store))
+        self.mailbox = dist.PrefixStore(MAILBOX, root_of(session.group.store))
         self.carried = session.joined_with
         marker = self._run_dir.rank_joined(session.rank)
         with contextlib.suppress(OSError):
@@ -245,7 +254,7 @@ class RunJoiner:
                 marker.write_text(json.dumps({"step": begun}))
         self._thread = threading.Thread(
             target=self._watch,
-            args=(StopFlag(session.group.store), marker),
+            args=(StopFlag(session.group.store),),
             name="gossipgrad-joiner",
             daemon=True,
         )
@@ -286,21 +295,14 @@ class RunJoiner:
         self._asked_seconds = now
         return self._batches.is_behind()
 
-    def hand_in(self, content: dict[str, Any], world_size: int) -> None:
-        """Leave what is to be said of this rank's end, if it has joined."""
-        if self._mailbox is not None and self.rank is not None:
-            Ending(self._run_dir, self._mailbox, self.rank, world_size).hand_in(content)
-
     def close(self) -> None:
         """End the thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _watch(self, flag: StopFlag, marker: Path) -> None:
+    def _watch(self, flag: StopFlag) -> None:
         while not self._over.wait(_POLL_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(marker)
             if not self._run_stops:
                 is_set = flag.is_set()
                 if is_set or (is_set is None and self.is_over):

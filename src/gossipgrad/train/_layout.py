@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad import checkpoint
@@ -18,66 +17,42 @@ _FILES = re.compile(
     | errors-(rank|join)\d+\.txt
     | evicted-rank\d+(-\d+)?\.safetensors
     | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
-    | partial/(lock|taken|opened|resumes|(result|joined|model|trace)-rank\d+\.\w+)""",
+    | partial/(opened|resumes|(result|joined|model|trace)-rank\d+(\.\w+)+)""",
     re.VERBOSE,
 )
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    """The folder of one run and what lies where in it."""
+    """The folder of one run and what lies where in it.
 
-    path: Path
+    Attributes:
+        path: The folder.
+        config: All options.
+        summary: Figures of the whole run.
+        model: The exported weights.
+        trace: Spans of all ranks as a Chrome trace.
+        report: The page to open.
+        checkpoints: Checkpoints of all ranks.
+        invitation: How more workers join the run, while it trains.
+        lock: Locked by all who take part in the run.
+        partial: What ranks leave for the one that puts the run together; removed at the end.
+        opened: Tells ranks of other machines whether theirs is the same folder.
+        resumes: Is there from when a run is resumed until its ranks have what they go on from.
+    """
 
-    @property
-    def config(self) -> Path:
-        """All options."""
-        return self.path / "config.json"
-
-    @property
-    def summary(self) -> Path:
-        """Figures of the whole run."""
-        return self.path / "summary.json"
-
-    @property
-    def model(self) -> Path:
-        """The exported weights."""
-        return self.path / "model.safetensors"
-
-    @property
-    def trace(self) -> Path:
-        """Spans of all ranks as a Chrome trace."""
-        return self.path / "trace.json"
-
-    @property
-    def report(self) -> Path:
-        """The page to open."""
-        return self.path / "report.html"
-
-    @property
-    def partial(self) -> Path:
-        """What ranks leave for the one that puts the run together; removed at the end."""
-        return self.path / "partial"
-
-    @property
-    def lock(self) -> Path:
-        """Locked by all who take part in the run; left behind unlocked by those that are killed."""
-        return self.path / ".lock"
-
-    @property
-    def resumes(self) -> Path:
-        """Is there from when a run is resumed until its ranks have what they go on from."""
-        return self.partial / "resumes"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints of all ranks."""
-        return self.path / "checkpoints"
-
-    @property
-    def invitation(self) -> Path:
-        """How more workers join the run, while it trains."""
-        return self.path / "invitation.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.trace = path / "trace.json"
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.invitation = path / "invitation.json"
+        self.lock = path / ".lock"
+        self.partial = path / "partial"
+        self.opened = self.partial / "opened"
+        self.resumes = self.partial / "resumes"
 
     def metrics(self, rank: int) -> Path:
         """Metrics of a rank, one JSON object a line."""
@@ -138,6 +113,11 @@ class RunDir:
             or self.holds_checkpoints
             or any(file.exists() and file.stat().st_size for file in reached)
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has reached an end, and does not go on from there."""
+        return self.summary.exists() and not self.resumes.exists()
 
     @property
     def holds_checkpoints(self) -> bool:

@@ -151,9 +151,8 @@ class Loop:
         )
         for epoch in range(first, self.epochs):
             finished = self._train_epoch(epoch, batch if epoch == first else 0)
-            loop_state = self._loop_state(
-                epoch
-            )  # before an evaluation that a resumed run has not come to
+            # Before an evaluation, which a run that is resumed here has not made.
+            loop_state = self._loop_state(epoch)
             evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
             if finished:
                 self.metrics.epochs += 1

@@ -2,12 +2,14 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ._config import TrainConfig
 from ._metrics import Event
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
 # Bar and remaining time beside all figures take so much.
@@ -15,40 +17,80 @@ _WIDE_COLUMNS = 120
 
 
 class Progress:
-    """Takes the events of the rank that is shown; shows nothing itself but what went wrong."""
+    """Takes the events of the rank that is shown.
+
+    On a terminal a bar that moves with the steps, below a line an epoch; a narrow one gets the
+    figures alone, in short words. Elsewhere, and in CI, the lines. With `quiet` what went wrong.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._epochs, self._job = config.epochs, config.job
+        self._epochs, self._job, self._is_quiet = config.epochs, config.job, config.quiet
+        self._bar: RichProgress | None = None
+        self._accuracy: float | None = None
+        self._wants_bar = sys.stdout.isatty() and not os.environ.get("CI") and not config.quiet
 
     def take(self, event: Event) -> None:
         """Take an event."""
         kind = event["event"]
+        if self._wants_bar and find_spec("rich") is not None:
+            self._wants_bar = False
+            self._open_bar()
         if kind in ("checkpoint", "members"):
             self.notice(event["text"])
-        elif kind == "ready":
-            self._show_start(event["total_steps"])
-        elif kind == "progress":
-            self._show_step(event)
-        elif kind == "epoch":
+        elif kind == "ready" and self._bar is not None:
+            self._bar.update(self._task, total=event["total_steps"])
+        elif kind == "progress" and self._bar is not None:
+            self._bar.update(
+                self._task,
+                completed=event["step"],
+                description=f"epoch {event['epoch'] + 1}/{self._epochs}",
+                figures="  ".join(self._figures(event)),
+            )
+        elif kind == "epoch" and not self._is_quiet:
             self._show_epoch(event)
 
     def notice(self, text: str) -> None:
-        """Tell the user something that happened, on stderr."""
-        print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
+        """Tell the user something that happened: above the bar, else on stderr."""
+        text = f"gossipgrad: {text}"
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+        self._wants_bar = False
+        if self._bar is not None:
+            self._bar.stop()
 
-    def _show_start(self, total_steps: int) -> None:
-        pass
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
 
-    def _show_step(self, event: Event) -> None:
-        pass
+        console = Console()
+        self._is_narrow = console.width < _WIDE_COLUMNS
+        columns: list[ProgressColumn]
+        columns = [TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")]
+        if not self._is_narrow:
+            columns = [columns[0], BarColumn(bar_width=20), columns[1], TimeRemainingColumn()]
+        self._bar = RichProgress(*columns, console=console, transient=True)
+        self._task: TaskID = self._bar.add_task("starting", total=None, figures="")
+        self._bar.start()
+
+    def _figures(self, event: Event) -> list[str]:
+        figures, is_narrow = _loss(event), self._is_narrow
+        if self._accuracy is not None:
+            figures.append(show_metric(self._accuracy, self._job, digits=1, is_short=is_narrow))
+        if event["consensus_distance"] is not None:
+            word = "dist" if is_narrow else "distance"
+            figures.append(f"{word} ~{event['consensus_distance']:.3g}")
+        figures.append(f"{event['samples_per_second']:,.0f}{'' if is_narrow else ' samples'}/s")
+        figures.append(f"exposed {event['exposed_share']:.0%}")
+        return figures
 
     def _show_epoch(self, event: Event) -> None:
-        pass
-
-    def _epoch_line(self, event: Event) -> str:
+        self._accuracy = event["accuracy"]
         parts = [
             f"epoch {event['epoch'] + 1}/{self._epochs}",
             *_loss(event),
@@ -57,85 +99,12 @@ class Progress:
         if event["consensus_distance"] is not None:
             parts.append(f"consensus distance {event['consensus_distance']:.3g}")
         parts.append(f"{event['samples_per_second']:,.0f} samples/s")
-        return "  ".join(parts)
-
-
-class PlainProgress(Progress):
-    """One plain line an epoch, for logs."""
-
-    def _show_epoch(self, event: Event) -> None:
-        print(self._epoch_line(event), flush=True)
-
-
-class LiveProgress(Progress):
-    """A line an epoch above a bar that moves with the steps, for terminals.
-
-    A narrow terminal gets the figures alone, in short words.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        super().__init__(config)
-        console = Console()
-        self._is_narrow = console.width < _WIDE_COLUMNS
-        self._accuracy: float | None = None
-        columns = [TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")]
-        if not self._is_narrow:
-            columns = [columns[0], BarColumn(bar_width=20), columns[1], TimeRemainingColumn()]
-        self._bar = RichProgress(*columns, console=console, transient=True)
-        self._task: TaskID = self._bar.add_task("starting", total=None, figures="")
-        self._bar.start()
-
-    def notice(self, text: str) -> None:
-        """Tell the user something that happened, above the bar."""
-        self._bar.console.print(f"gossipgrad: {text}", markup=False, highlight=False)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._bar.stop()
-
-    def _show_start(self, total_steps: int) -> None:
-        self._bar.update(self._task, total=total_steps)
-
-    def _show_step(self, event: Event) -> None:
-        figures = _loss(event)
-        if self._accuracy is not None:
-            figures.append(
-                show_metric(self._accuracy, self._job, digits=1, is_short=self._is_narrow)
-            )
-        if event["consensus_distance"] is not None:
-            word = "dist" if self._is_narrow else "distance"
-            figures.append(f"{word} ~{event['consensus_distance']:.3g}")
-        figures.append(
-            f"{event['samples_per_second']:,.0f}{'' if self._is_narrow else ' samples'}/s"
-        )
-        figures.append(f"exposed {event['exposed_share']:.0%}")
-        self._bar.update(
-            self._task,
-            completed=event["step"],
-            description=f"epoch {event['epoch'] + 1}/{self._epochs}",
-            figures="  ".join(figures),
-        )
-
-    def _show_epoch(self, event: Event) -> None:
-        self._accuracy = event["accuracy"]
-        self._bar.console.print(self._epoch_line(event), markup=False, highlight=False)
+        line = "  ".join(parts)
+        if self._bar is None:
+            print(line, flush=True)
+            return
+        self._bar.console.print(line, markup=False, highlight=False)
         self._bar.update(self._task, completed=event["step"])
-
-
-def make_progress(config: TrainConfig) -> Progress:
-    """Live on a terminal, plain elsewhere and in CI, silent with `quiet`."""
-    if config.quiet:
-        return Progress(config)
-    if sys.stdout.isatty() and not os.environ.get("CI"):
-        try:
-            return LiveProgress(config)
-        except ModuleNotFoundError:
-            pass
-    return PlainProgress(config)
 
 
 def show_metric(value: float, job: str | None, *, digits: int = 2, is_short: bool = False) -> str:

@@ -1,11 +1,9 @@
 """What one rank does: the training loop and the evaluations around it."""
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +57,6 @@ def train_rank(
     stop: threading.Event,
     emit: Callable[[Event], None],
     groups: Groups | None = None,
-    members: Sequence[int] | None = None,
     joiner: "RunJoiner | None" = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
@@ -79,8 +76,7 @@ def train_rank(
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for the user: "ready", "progress", "members", "epoch",
             "checkpoint".
-        groups: Private groups of the ranks that begin, by name.
-        members: These ranks, rising; None: all.
+        groups: Private groups of the ranks, by name.
         joiner: Joins the run, which trains already; None: takes part from its start.
 
     Returns:
@@ -102,7 +98,6 @@ def train_rank(
             world_size=world_size,
             stop=stop,
             groups=groups,
-            members=members,
             joiner=joiner,
             unstarted=unstarted,
         )
@@ -170,7 +165,6 @@ class _Rank:
         world_size: int,
         stop: threading.Event,
         groups: Groups | None,
-        members: Sequence[int] | None,
         joiner: "RunJoiner | None",
         unstarted: ExitStack,
     ) -> None:
@@ -204,7 +198,6 @@ class _Rank:
                 rank=rank,
                 world_size=world_size,
                 epoch_batches=epoch_batches,
-                members=members,
             )
         self.spans = StepSpans(rank, num_steps=config.trace, total_steps=self.total_steps)
         for optimizer in self.optimizers:
@@ -239,7 +232,6 @@ class _Rank:
             world_size=world_size,
             threads=config.batch_threads,
             device=self.device,
-            beat=partial(_touch, run_dir.metrics(rank)),
         )
 
     def _make_batches(self, groups: Groups | None) -> AnyBatches:
@@ -373,12 +365,6 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
             *notes_on_muon(one.optimizers),
         ),
     )
-
-
-def _touch(path: Path) -> None:
-    """Show those who wait for this rank's end by its metrics that it lives."""
-    with suppress(OSError):
-        os.utime(path)
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""The start of a run: all ranks wait for each other, and one that is missing ends it."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from gossipgrad._messages import first_line
+from gossipgrad.comm import AskedStore
+from gossipgrad.errors import GossipError
+
+T = TypeVar("T")
+
+# For ranks that have arrived, and may fetch a data set.
+_LOADING_SECONDS = 1800.0
+_POLL_SECONDS = 0.05
+
+
+class StartFailedError(GossipError):
+    """Another rank has ended the start; no message if it alone says why."""
+
+
+class Start:
+    """The start of a run, as one rank sees it in the store.
+
+    Each rank arrives, learns from rank 0 what is run, loads its data, and begins when all are
+    ready. A rank that fails ends the wait of all. One that does not arrive is awaited for
+    `start_seconds` from the last arrival, and one that has arrived for half an hour more.
+
+    Args:
+        store: The store, which may be lost, or hang.
+        rank: This rank.
+        world_size: How many ranks there are.
+
+    Raises:
+        GossipError: A method waited in vain, the message names for whom; another rank has failed;
+            or the store cannot be reached.
+    """
+
+    def __init__(self, store: AskedStore, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def arrive(self, where: str) -> None:
+        """Say that this rank has come so far: "here" or "ready"."""
+        self.ask(lambda store: (store.set(f"{where}{self._rank}", ""), store.add(where, 1)))
+
+    def await_all(self, where: str, seconds: float = _LOADING_SECONDS) -> None:
+        """Wait until all ranks have come so far, for `seconds` from the last that has."""
+        count = self._count(where)
+        deadline = time.monotonic() + seconds
+        while count < self._world_size:
+            time.sleep(_POLL_SECONDS)
+            if (more := self._count(where)) > count:
+                count, deadline = more, time.monotonic() + seconds
+            elif time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in self._missing(where))
+                raise GossipError(
+                    f"rank {self._rank} waited {seconds:g} s for these ranks to be {where}: "
+                    f"{missing}. Look there for what went wrong, and start again."
+                )
+
+    def await_opened(self) -> Any:
+        """What rank 0 has put into the store of the run."""
+        deadline = time.monotonic() + _LOADING_SECONDS
+        while not self.ask(lambda store: store.check(["run"])):
+            self.check()
+            if time.monotonic() > deadline:
+                raise GossipError(
+                    f"rank {self._rank} waited {_LOADING_SECONDS:g} s for rank 0 to say what is "
+                    "run: look there for what went wrong, and start again"
+                )
+            time.sleep(_POLL_SECONDS)
+        return json.loads(self.ask(lambda store: store.get("run")))
+
+    def check(self) -> None:
+        """Raise `StartFailedError` if another rank has ended the start."""
+        if self.ask(lambda store: store.check(["failed"])):
+            raise StartFailedError(json.loads(self.ask(lambda store: store.get("failed"))))
+
+    def fail(self, cause: str) -> None:
+        """End the start for all; no cause if this rank alone says why."""
+        with contextlib.suppress(GossipError):
+            self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
+
+    def ask(self, question: Callable[[dist.Store], T]) -> T:
+        """What `question` returns for the store."""
+        try:
+            return self._store.ask(question)
+        except RuntimeError as error:
+            raise GossipError(
+                f"rank {self._rank} cannot reach the rendezvous store any more: has the process "
+                f"that holds it failed, rank 0 by default? ({first_line(error)})"
+            ) from error
+
+    def _count(self, where: str) -> int:
+        self.check()
+        return self.ask(lambda store: store.add(where, 0))
+
+    def _missing(self, where: str) -> list[int]:
+        ranks = range(self._world_size)
+        return self.ask(lambda store: [r for r in ranks if not store.check([f"{where}{r}"])])
