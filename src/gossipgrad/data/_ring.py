@@ -136,7 +136,11 @@ class Ring:
         if count > len(slots):
             self.fetch(pool[:count])
         goes = self._wait_patiently(
-            lambda: self._may_give(len(self._own(pool, count))), self._can_give_later
+            lambda: self._has_credit() and self._has_room(len(self._own(pool, count))),
+            lambda: (
+                (self._has_credit() or self._is_confirming())
+                and (self._has_room(len(self._own(pool, count))) or self._more_comes())
+            ),
         )
         # From here on nothing comes in: what is read is what is given.
         own, batch = self._own(pool, count), self.rows.read(slots)
@@ -217,9 +221,10 @@ class Ring:
         first = pool[np.sort(np.unique(pool, return_index=True)[1])]
         return first[self.rows.held[first]][: min(count, self.rows.slots - 1)]
 
-    def _may_give(self, count: int) -> bool:
+    def _has_room(self, count: int) -> bool:
+        """Whether so many more slots may be vacant."""
         most = min(self._credits * self._most_rows, self.rows.slots - 1)
-        return self._has_credit() and len(self.rows.vacant) + count <= most
+        return len(self.rows.vacant) + count <= most
 
     def _has_credit(self) -> bool:
         peer = self.downstream
@@ -276,11 +281,6 @@ class Ring:
             self._is_patient = False
             logger.warning("rank %d: a neighbour is late; its rows stay as they are", self.rank)
         return is_ready
-
-    def _can_give_later(self) -> bool:
-        """Whether what keeps this rank from giving rows can change."""
-        has_room = len(self.rows.vacant) < self._credits * self._most_rows
-        return (has_room or self._more_comes()) and (self._has_credit() or self._is_confirming())
 
     def _more_comes(self) -> bool:
         """Whether a rank is upstream that has not come to the next drain yet."""
@@ -423,7 +423,7 @@ class Ring:
         while self.rows_out < most:
             count = min(self._most_rows, most - self.rows_out, self.rows.slots - 1)
             slots = np.flatnonzero(self.rows.held)[:count]
-            if not len(slots) or not self._may_give(len(slots)):
+            if not (len(slots) and self._has_credit() and self._has_room(len(slots))):
                 return
             self._give(slots)
 
@@ -439,7 +439,6 @@ class Ring:
             self._drop_confirmed(peer, leave.round)
         rows = [rows for _, rows in self._unconfirmed.pop(peer, ())]
         count = sum(map(len, rows))
-        self._is_uneven = True
         if leave is None:
             self.gone[peer] = "died"
             self.rows_lost += count
