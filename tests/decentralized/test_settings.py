@@ -45,7 +45,7 @@ MASK = {"compress": "shared-mask:0.1"}
         {**MASK, "payload": "gradients"},
         {**MASK, "seed": -1},
     ],
-    ids=str,
+    ids=lambda settings: ", ".join(settings),
 )
 def test_wrong_settings_are_refused_by_name(settings):
     values = "SharedMask", "density", "'star'", "3 ranks"  # where the value names the setting
