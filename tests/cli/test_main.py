@@ -151,7 +151,7 @@ def test_a_given_world_replaces_the_saved_number_of_processes(saved, monkeypatch
 @pytest.mark.parametrize(
     ("begun", "told"),
     [
-        (True, "stopped at once; only the metrics so far are kept in x\n"),
+        (True, "stopped at once; metrics and checkpoints so far are kept in x\n"),
         (False, "stopped by SIGINT before all workers had started; nothing was learned\n"),
     ],
 )
@@ -178,3 +178,11 @@ def test_demo_is_refused_where_the_world_is_given(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["demo"]) == 2
     assert "torchrun" in capsys.readouterr().err
+
+
+def test_demo_replaces_no_run_of_another_command(tmp_path, capsys):
+    (tmp_path / "gossip").mkdir()
+    (tmp_path / "gossip" / "model.safetensors").write_text("mine")
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "gossip" / "model.safetensors").read_text() == "mine"

@@ -2,7 +2,10 @@
 
 import dataclasses
 import errno
+import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -142,3 +145,22 @@ def test_a_file_that_is_damaged_on_one_rank_is_named_on_all(play):
     assert checkpoint.steps(run_dir.checkpoints) == [20, 24], "nothing was removed"
     results, _ = go_on(resume_step=20)
     assert [result.steps for result in results] == [24] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("kilobytes", [400, 600])
+def test_a_disk_that_fills_up_takes_the_trace_and_never_the_model(kilobytes, tmp_path):
+    out = tmp_path / "disk"
+    out.mkdir()
+    size = f"size={kilobytes}k"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(out)], check=True)
+    try:
+        command = [sys.executable, "-m", "gossipgrad", "train", "--nproc", "3", "--epochs", "10"]
+        found = subprocess.run([*command, "--quiet", "--out", str(out / "run")], timeout=100)
+        assert found.returncode == 0
+        assert len(load_file(out / "run" / "model.safetensors")) == 4
+        assert json.loads((out / "run" / "summary.json").read_text())["accuracy"] > 0.7
+    finally:
+        subprocess.run(["umount", "--lazy", str(out)], check=True)

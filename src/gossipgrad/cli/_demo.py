@@ -14,6 +14,8 @@ from rich.table import Table
 from gossipgrad.trace import write_report
 from gossipgrad.train import Outcome, TrainConfig, find_world, run
 
+# Says that the runs beside it are of a demo, and may be replaced.
+_MARKER = ".gossipgrad-demo"
 _STRATEGIES: tuple[Literal["gossip", "allreduce"], ...] = ("gossip", "allreduce")
 
 
@@ -35,7 +37,8 @@ def main(arguments: list[str]) -> int:
     """Run both, print the comparison; returns the exit code.
 
     Raises:
-        ValueError: The world is given, and the demo could not start its own.
+        ValueError: The world is given, and the demo could not start its own; or `out` holds runs of
+            another command.
     """
     options = tyro.cli(DemoOptions, args=arguments, prog="gossipgrad demo")
     if (world := find_world(os.environ)) is not None:
@@ -43,6 +46,15 @@ def main(arguments: list[str]) -> int:
             f"the demo starts its own workers; run it outside of {world.launcher}, or take "
             "`gossipgrad train` inside."
         )
+    marker = options.out / _MARKER
+    for strategy in _STRATEGIES:
+        if (options.out / strategy).exists() and not marker.exists():
+            raise ValueError(
+                f"out is {options.out}, but its folder {strategy} is not of a demo, which would "
+                "replace it; name another folder with --out."
+            )
+    options.out.mkdir(parents=True, exist_ok=True)
+    marker.touch()
     config = TrainConfig(
         nproc=options.nproc,
         epochs=options.epochs,

@@ -331,7 +331,7 @@ def main(arguments: list[str]) -> int:
 
 _NOTE = (
     "Step time, and the share of it that is compute. Predicted by a model of time: what it leaves "
-    "out stands in its docs page, Predicting step times."
+    "out is in docs/simulate.md."
 )
 
 

@@ -236,7 +236,7 @@ def print_outcome(outcome: Outcome) -> None:
     if outcome.summary is None:
         stopped_by = signal.Signals(outcome.exit_code - 128).name
         if outcome.begun:
-            print(f"stopped at once; only the metrics so far are kept in {outcome.run_dir}")
+            print(f"stopped at once; metrics and checkpoints so far are kept in {outcome.run_dir}")
         else:
             print(f"stopped by {stopped_by} before all workers had started; nothing was learned")
         return
@@ -251,4 +251,5 @@ def print_outcome(outcome: Outcome) -> None:
         print(f"rank {rank} {cause}")
     for note in summary["notes"]:
         print(note)
-    print(f"report {outcome.report}")
+    if outcome.report is not None and outcome.report.exists():
+        print(f"report {outcome.report}")

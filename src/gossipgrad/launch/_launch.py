@@ -59,7 +59,8 @@ def launch(
 
     A worker that dies is named, and the others continue. The first SIGINT, SIGTERM or SIGHUP is
     passed on to all workers, which have `grace_seconds` to end before they are killed; a second one
-    kills them immediately. No worker outlives this call, nor this process.
+    kills them immediately. No worker outlives this call. If this process is killed, the workers of
+    a command end, and those of a function continue.
 
     Args:
         command: A program and its arguments, or a function, which starts quickly if the fork server

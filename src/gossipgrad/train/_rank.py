@@ -329,7 +329,12 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if joiner is None else suppress(FileNotFoundError):
         write_model(one.run_dir, one.rank, final.weights)
+    try:
         one.spans.save(one.run_dir.rank_trace(one.rank))
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a full disk takes the trace, and never the model
+        strategy.notes.append(f"the trace lacks this rank: {error.strerror}")
     return RankResult(
         rank=one.rank,
         steps=metrics.steps - (0 if joiner is None else joiner.begun_step),

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -239,14 +240,23 @@ def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
 def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Path:
     """Write the exported model, the summary, the trace and the report; returns the report.
 
-    In this order, so that what matters most is there should a later one fail.
+    In this order: a full disk takes the trace or the report with a warning, and never the model.
     """
     run_dir.rank_model(exported.rank).replace(run_dir.model)
     write_json(run_dir.summary, summary)
     if traces := sorted(run_dir.partial.glob("trace-rank*.jsonl")):
-        merge_traces(traces, run_dir.trace)
+        try:
+            merge_traces(traces, run_dir.trace)
+        except OSError as error:
+            run_dir.trace.unlink(missing_ok=True)
+            warnings.warn(f"no trace of the run: {error.strerror}", stacklevel=2)
     run_dir.remove_partial()
-    return write_report(run_dir.path)
+    try:
+        write_report(run_dir.path)
+    except OSError as error:
+        way_out = f"make room, and run `gossipgrad report {run_dir.path}`"
+        warnings.warn(f"no report of the run: {error.strerror}; {way_out}", stacklevel=2)
+    return run_dir.report
 
 
 def write_json(path: Path, value: object) -> None:
