@@ -243,6 +243,8 @@ def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Pa
     In this order: a full disk takes the trace or the report with a warning, and never the model.
     """
     run_dir.rank_model(exported.rank).replace(run_dir.model)
+    for other in run_dir.partial.glob("model-rank*"):  # room for what follows
+        other.unlink(missing_ok=True)
     write_json(run_dir.summary, summary)
     if traces := sorted(run_dir.partial.glob("trace-rank*.jsonl")):
         try:
