@@ -64,7 +64,11 @@ def unchecked_types() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Has all processes of tests come out of one fork server that has loaded all they need."""
+    """Has all processes of tests come out of one fork server that has loaded all they need.
+
+    One thread for each test: a test before it may have left more.
+    """
+    torch.set_num_threads(1)
     if item.get_closest_marker("process") is not None:
         from support.processes import start_fork_server
 
