@@ -80,6 +80,7 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
     assert not workers()
 
 
+@pytest.mark.slow  # two generations of processes, one after the other
 def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path):
     """They put it together, and who comes after that is too late."""
     joined = []
