@@ -25,6 +25,8 @@ PAIRS = [
 ]
 
 pairs = pytest.mark.parametrize(("family", "optimizer"), PAIRS)
+# It learns there as well, no better than AdamW.
+pytestmark = pytest.mark.filterwarnings("ignore:GossipAdamW takes its second moment")
 
 
 @pairs
@@ -82,6 +84,8 @@ def test_a_checkpoint_goes_on_alike_on_all_ranks(family, optimizer):
 
 @pairs
 def test_a_step_that_the_scaler_skips_leaves_factors_as_they_are(family, optimizer):
+    if "in backward" in family:
+        pytest.skip('update="in-backward" takes no scaler')
     def rank_main(rank, attach):
         model = network()
         own = OPTIMIZERS[optimizer](model)
