@@ -86,6 +86,7 @@ def test_a_checkpoint_goes_on_alike_on_all_ranks(family, optimizer):
 def test_a_step_that_the_scaler_skips_leaves_factors_as_they_are(family, optimizer):
     if "in backward" in family:
         pytest.skip('update="in-backward" takes no scaler')
+
     def rank_main(rank, attach):
         model = network()
         own = OPTIMIZERS[optimizer](model)

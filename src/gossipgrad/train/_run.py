@@ -76,6 +76,7 @@ class _Launcher:
     def __init__(self, config: TrainConfig, run_dir: RunDir, nproc: int) -> None:
         self._config, self._run_dir, self._nproc = config, run_dir, nproc
         self._is_doomed = False
+        self._killed: set[int] = set()
         self._end_seconds: float | None = None
 
     def run(self) -> Outcome:
@@ -116,6 +117,7 @@ class _Launcher:
         now = time.monotonic()
         self._end_seconds = self._end_seconds or now + _END_SECONDS
         for worker in workers if now > self._end_seconds else ():
+            self._killed.add(worker.rank)
             worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
@@ -135,7 +137,11 @@ class _Launcher:
         """What a worker has handed in, else what its process ended with."""
         content = read_end(self._run_dir, self._store, end.rank)
         if content is None:
-            content = {"cause": end.cause, "when_seconds": time.time()}
+            content = {
+                "cause": end.cause,
+                "when_seconds": time.time(),
+                "is_consequence": end.rank in self._killed,
+            }
             hand_in(self._run_dir, self._store, end.rank, content)
         return content
 

@@ -33,9 +33,9 @@ def shrink(
     how = strategy.shrinking()
     batches = -(-_SAMPLES // config.batch_size)
     every = max(1, total_steps // _PARTS, min(batches, total_steps // 4))
-    events = min(_EVENTS, how.pop("last_step", total_steps) // every)
+    events = min(_EVENTS, total_steps // every)
     if events < 1:
-        strategy.notes.append("apoptosis: the run is too short, or not in lockstep: widths stay")
+        strategy.notes.append("apoptosis: the run is too short: widths stay")
         return None
     x, _ = job.test_samples().batch(torch.arange(2))
     return gg.shrink(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.engine import Session
@@ -79,15 +79,6 @@ class PostLocal(RunningStrategy):
     def session(self) -> Session | None:
         """That of the second part."""
         return self._part.session
-
-    def shrinking(self) -> dict[str, Any]:
-        """All ranks, as long as gradients are all-reduced."""
-        settings = self._first.shrinking()
-        return {**settings, "wrap": self._wrap, "last_step": self._steps_left}
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        self.model = self._first.shrinking()["wrap"](model)
-        return self.model
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `RunningStrategy.agree`."""
@@ -184,6 +175,7 @@ class PostLocalStrategy(Strategy):
     bytes_are = f"{ALL_REDUCED}, then {AVERAGED}"
     section = "post_local"
     options_type = PostLocalConfig
+    can_shrink = False  # the session that shrinks the first part would have no place in the second
 
     def build(self, replica: Replica, setting: Setting, options: PostLocalConfig) -> PostLocal:
         """Begin with all-reduced steps."""
