@@ -2,10 +2,10 @@
 
 An epoch has as many shares as there were ranks at the start, of equally many batches. Batch b of
 share s has the number `s * batches + b`. While those ranks live, each has its own share. With each
-new generation of the membership the batches that nobody has reported are dealt anew: a living rank
-keeps the beginning of what it had, and the end of a hand that is too long, and all that the dead
-have left, goes to those who have less. So a rank that has not heard of the new deal yet is far from
-what it has given away.
+new generation of the membership the batches that no rank has reported are dealt again. A living
+rank keeps the beginning of its hand. The end of a hand that is too long, and the hands of dead
+ranks, go to ranks with fewer batches. So a rank that does not know the new deal yet is far from the
+batches that it has lost.
 """
 
 import json

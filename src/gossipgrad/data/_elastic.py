@@ -1,4 +1,4 @@
-"""Batches of samples that are dealt anew when ranks come or go."""
+"""Batches of samples that are dealt again when ranks join or leave."""
 
 import json
 import logging
@@ -83,12 +83,12 @@ class ElasticStats:
 
 
 class ElasticBatches:
-    """Batches of an epoch that all ranks share, also when ranks come or go meanwhile.
+    """Batches of an epoch that all ranks share, also when ranks join or leave.
 
     For as long as those ranks live that began, they are those of `ShardedBatches`, bit for bit.
-    When a rank is lost, leaves or joins, what is left of the epoch is dealt anew among the living,
-    from the data set that each of them can read: over an epoch every sample that `ShardedBatches`
-    deals is given to a rank.
+    When a rank is lost, leaves or joins, the rest of the epoch is dealt again among the living
+    ranks, from the data set that each of them can read: over an epoch every sample that
+    `ShardedBatches` deals is given to a rank.
 
     The new deal follows from the generation of the membership and from what ranks have reported;
     the first rank that makes it, in the rendezvous store, decides it for all, and nobody waits. A
@@ -256,7 +256,7 @@ class ElasticBatches:
         return self._drawn(epoch, start_batch)
 
     def stats(self) -> ElasticStats:
-        """What was dealt anew so far, and what it took; no communication."""
+        """Deals so far and their cost; no communication."""
         return ElasticStats(
             samples=self._samples,
             samples_dealt_anew=self._anew,
@@ -282,7 +282,7 @@ class ElasticBatches:
                 logger.debug("rank %d could not report as it left: %s", self._rank, error)
             else:
                 self._left = left
-                for epoch, deal in deals.items():  # it may not have heard of the newest
+                for epoch, deal in deals.items():  # it may not know the newest
                     self._install(epoch, deal)
         self._asked.close()
 
@@ -538,7 +538,7 @@ class ElasticBatches:
     def _leave(
         self, store: dist.Store, *, epochs: "dict[int, _Epoch]"
     ) -> tuple[dict[int, Deal], int]:
-        """Reports for the last time; gives the newest deals, and the samples that nobody has."""
+        """Send the last report; return the newest deals, and the samples that no rank has."""
         self._set_report(store, text=self._report_text(epochs, left=True))
         living, deals, left = {*self._member.membership.living}, {}, 0
         for epoch, state in epochs.items():

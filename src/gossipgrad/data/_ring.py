@@ -38,7 +38,7 @@ class Ring:
 
     The headers are those of all links: `DATA` brings `bucket` rows as parcel number `round`, after
     `generation` drains, with `epoch` 1 if rounds were left out; `VOID` confirms everything up to
-    parcel `round`; `FENCE` brings what ranks had given away when they came to drain number `epoch`,
+    parcel `round`; `FENCE` brings what ranks had sent by drain number `epoch`,
     or tells the rank upstream (`bucket` 1) that the sender has come there; `LEAVE` says that
     nothing past parcel `round` is accepted, and nothing more comes, after `epoch` drains. What
     does not fit is dropped and counted; a parcel that is dropped stays its sender's.
@@ -52,7 +52,7 @@ class Ring:
         most_rows: Rows in the largest parcel.
         deadline_seconds: How long a late neighbour is awaited; one that lets it pass is not awaited
             again before it has caught up.
-        members: The ranks that came to the start.
+        members: The ranks at the start.
 
     Attributes:
         gone: Ranks that left or died, and which of both.
@@ -84,7 +84,7 @@ class Ring:
         self._unconfirmed: defaultdict[int, deque[tuple[int, Packed]]] = defaultdict(deque)
         # Drains: how many this rank has begun and ended, others have ended; rows given away by all.
         self._drains = self._drained = 0
-        self._drain_of: Counter[int] = Counter()  # the newest that a neighbour has come to
+        self._drain_of: Counter[int] = Counter()  # the newest that a neighbour has entered
         self._drained_by: dict[int, int] = {}
         self._totals: dict[int, Int[np.ndarray, " rank"]] = {}
         self._is_draining = self._is_even_now = False
@@ -152,7 +152,7 @@ class Ring:
             self._give(own)
         elif count > 0:
             self.late_rounds += 1
-            # Where a neighbour has come to a drain, all are made even there.
+            # If a neighbour has entered a drain, all ranks are made even there.
             self._is_uneven |= self._more_comes() and self._is_confirming()
         return batch
 
@@ -283,12 +283,12 @@ class Ring:
         return is_ready
 
     def _more_comes(self) -> bool:
-        """Whether a rank is upstream that has not come to the next drain yet."""
+        """Whether there is an upstream rank that has not entered the next drain."""
         upstream, totals = self.upstream, self._totals.get(self._drains + 1)
         return upstream is not None and (totals is None or bool(totals[upstream] == _UNKNOWN))
 
     def _is_confirming(self) -> bool:
-        """Whether a rank is downstream that has not come to the next drain yet."""
+        """Whether there is a downstream rank that has not entered the next drain."""
         peer = self.downstream
         return peer is not None and self._drain_of[peer] <= self._drains
 

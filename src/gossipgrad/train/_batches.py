@@ -196,7 +196,7 @@ def make_batches(
 ) -> AnyBatches:
     """The batches that `config` asks for; a collective with `shuffle` ring.
 
-    Shares of `shuffle` global are dealt anew when ranks come or go, where a run goes on without
+    Shares of `shuffle` global are dealt again when ranks join or leave, where a run goes on without
     them; shards stay as they are: they stand for samples that one rank alone can reach.
 
     Args:

@@ -99,9 +99,9 @@ class TrainConfig:
     data_dir: Path | None = None
     """Folder of data sets; None: $GOSSIPGRAD_DATA, then the cache of the user."""
     shuffle: Literal["global", "ring", "local"] = "global"
-    """Which samples a rank trains on. global: an even share of all, drawn anew each epoch, and
-    dealt anew when ranks of a gossip run come or go. local: its own shard. ring: a shard in memory
-    whose rows move on to the next rank with every step."""
+    """Which samples a rank trains on. global: an even share of all, drawn again each epoch, and
+    dealt again when ranks of a gossip run join or leave. local: its own shard. ring: a shard in
+    memory whose rows move on to the next rank with every step."""
     shards: Literal["random", "by-label"] = "random"
     """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
     rank has few of them."""

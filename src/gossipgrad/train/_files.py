@@ -139,7 +139,7 @@ def _explaining_full_disk(run_dir: RunDir, way_out: str) -> Iterator[None]:
 
 
 def where_weights_are(run_dir: RunDir) -> str:
-    """What is left of a run that nobody puts together, and how to go on."""
+    """Where the weights are of a run without results, and how to continue."""
     text = f"the weights of each rank that reached its end are in {run_dir.partial}"
     if run_dir.holds_checkpoints:
         text += f"; gossipgrad train --resume {run_dir.path} writes the rest"
@@ -177,7 +177,7 @@ def check_shared(run_dir: RunDir, token: str, *, unless: Callable[[], object]) -
         unless: Called while this waits for the file to be seen; ends that by an error.
 
     Raises:
-        ValueError: It is another one: nobody would find there what each rank leaves in its own.
+        ValueError: It is another one: ranks could not read each other's results.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:

@@ -25,7 +25,7 @@ _PROBED_SAMPLES = 64
 class Invitation:
     """How to join a run, or why nobody can.
 
-    It lets nobody in: a joiner must know the secret of the run.
+    It gives no access: a joiner must know the secret of the run.
 
     Attributes:
         address: For `gg.join`; None if the run cannot be joined.

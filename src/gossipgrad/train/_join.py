@@ -375,7 +375,7 @@ def _describe_failure(error: Exception, run_dir: RunDir, rank: int | None) -> st
         where = run_dir.errors(rank)
         what = f"rank {rank} failed: {cause}"
     if not run_dir.invitation.exists():
-        what = f"the run in {run_dir.path} has ended meanwhile ({what})"
+        what = f"the run in {run_dir.path} has ended ({what})"
     return f"{what} (traceback in {where})" if write_errors(where, traceback.format_exc()) else what
 
 

@@ -15,7 +15,7 @@ _PATIENCE_SECONDS = 1.0
 
 @contextmanager
 def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
-    """Share the lock of a run, so that nobody replaces it, or goes on with it, meanwhile.
+    """Share the lock of a run, so that no other command replaces or resumes it.
 
     The system frees it when a process ends, however it does; the file stays, and alone says
     nothing. Where files cannot be locked nobody is kept out.

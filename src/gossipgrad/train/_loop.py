@@ -34,7 +34,7 @@ class RunPosition:
 
     Args:
         strategy: Counts steps, or rounds.
-        batches: Know what is done of an epoch, if they are dealt anew.
+        batches: Know what is done of an epoch, if they are elastic.
         resumed: The metrics of the loop_state where the run goes on, if it is resumed.
     """
 

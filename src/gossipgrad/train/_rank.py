@@ -317,7 +317,7 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
             batches.close()
         shares = batches.stats()
     if isinstance(batches, LoaderBatches) and lost_ranks:
-        strategy.notes.append("what the loaders of lost ranks had left was trained on by nobody")
+        strategy.notes.append("no rank trained on the rest of the batches of lost ranks")
     strategy.close()
     for optimizer in one.optimizers:
         if isinstance(optimizer, SecondOrder):

@@ -79,7 +79,7 @@ class RankResult:
     """Waiting for samples of the ring shuffle; not in `exposed_seconds`."""
     shuffle_late_rounds: int = 0
     shares: dict[str, Any] | None = None
-    """What was dealt anew, as `ElasticStats`, where samples are."""
+    """`ElasticStats`, if batches are elastic."""
     lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
     joined: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

@@ -173,7 +173,7 @@ class _Launcher:
         """Which worker failed first and why, one whose failure was not due to another's."""
         ends = {rank: self._end_of(end) for rank, end in launched.exits.items()}
         causes = {rank: content for rank, content in ends.items() if "cause" in content}
-        what = "all workers ended, but none has put the run together"
+        what = "all workers ended, and none has written the results"
         if causes:
             rank, content = min(
                 causes.items(),

@@ -176,7 +176,7 @@ _SEEN_BY_ALL = ("samples_left", "disturbed_epochs")
 
 
 def _shares(ranks: list[RankResult]) -> dict[str, Any] | None:
-    """What was dealt anew on all ranks together; None where nothing is."""
+    """The elastic statistics of all ranks together; None without elastic batches."""
     shares = [rank.shares for rank in ranks if rank.shares is not None]
     if not shares:
         return None
@@ -190,8 +190,9 @@ def _note_on_shares(shares: Mapping[str, Any] | None) -> list[str]:
     if shares is None or not shares["disturbed_epochs"]:
         return []
     note = (
-        f"samples were dealt anew as ranks came or went: {shares['samples_used_twice_at_most']:,} "
-        f"at most were used twice, {shares['samples_left']:,} of the last epoch by nobody"
+        "samples were dealt again as ranks joined or left: "
+        f"{shares['samples_used_twice_at_most']:,} at most were used twice, "
+        f"{shares['samples_left']:,} of the last epoch by no rank"
     )
     if untold := shares["samples_untold"]:
         note += f", and of {untold:,} it is not known: the rendezvous store did not answer"
