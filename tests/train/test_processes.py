@@ -242,6 +242,19 @@ def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
     assert not (tmp_path / "partial").exists()
 
 
+def test_a_worker_that_missed_ctrl_c_while_it_started_is_ended(tmp_path, monkeypatch):
+    send = Worker.send_signal
+    monkeypatch.setattr(
+        Worker, "send_signal", lambda own, number: own.rank == 2 or send(own, number)
+    )
+    begun_seconds = time.monotonic()
+    with when(lambda: len(workers()) == 3, press_ctrl_c):
+        outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
+    assert outcome.exit_code == 130
+    assert not workers()
+    assert time.monotonic() - begun_seconds < 60
+
+
 def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
     insisted_seconds = []
 

@@ -112,6 +112,9 @@ class _Launcher:
     def _supervise(self, workers: Sequence[Worker]) -> None:
         """End workers that nobody can wait for any more."""
         is_over = self._run_dir.report.exists() and not self._run_dir.partial.exists()
+        # A signal that comes as a worker is forked is lost: the others have ended, and it waits.
+        has_end = any(worker.exit is not None for worker in workers)
+        self._is_doomed |= has_end and not self._has_begun()
         if not (is_over or self._is_doomed):
             return
         now = time.monotonic()
