@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 from safetensors.torch import load_file
 
-from gossipgrad.launch import launch
+from gossipgrad.launch import Worker, launch
 from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
