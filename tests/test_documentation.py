@@ -31,6 +31,7 @@ from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
 from support.agents import run_torchrun
 from support.processes import run_processes
+from support.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -138,7 +139,7 @@ def test_readme_script_runs_alone(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import HANG_SECONDS
+
 ROOT = Path(__file__).parents[1]
 CHECK = "import gossipgrad, sys; sys.exit(not gossipgrad.__file__.startswith(sys.argv[1]))"
 
@@ -20,7 +22,7 @@ def run(*command, folder, **environment):
         env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,6 +22,7 @@ from gossipgrad.topology import analyse, by_name
 from gossipgrad.train import GossipConfig, TrainConfig
 from support.agents import run_torchrun
 from support.commands import run_here
+from support.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -73,7 +74,7 @@ def test_pages_build_without_a_warning_and_cover_all_public_names(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -96,7 +97,7 @@ def test_pictures_are_what_the_script_draws(tmp_path):
         cwd=ROOT / "docs",
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -255,7 +256,7 @@ def run(command, folder, monkeypatch, capsys):
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=HANG_SECONDS,
             check=False,
         )
     elif program == "torchrun":

@@ -10,7 +10,7 @@ from gossipgrad.comm import Hub
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
 from support.storm import Storm, StormyTransport
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 HEARTBEATS = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=1.0)
 
@@ -23,7 +23,7 @@ class OutOfReach:
         self.reached = threading.Event()
 
     def _ask(self, name, *arguments):
-        self.reached.wait(30)
+        self.reached.wait(HANG_SECONDS)
         return getattr(self._store, name)(*arguments)
 
     def set(self, key, value):
@@ -74,7 +74,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             ) as session,
         ):
             train_until(lambda: step == 5)
-            together.wait(50)
+            together.wait(HANG_SECONDS)
             storm.part({0, 1}, {2, 3})
             watch = session._members.watch
             if not here:
@@ -83,7 +83,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             delivered = session.stats().outcomes["delivered"]
             train_until(lambda: session.stats().outcomes["delivered"] > delivered + 3)
             seen[rank] = session.membership.generation
-            parted.wait(50)
+            parted.wait(HANG_SECONDS)
             if here:
                 return session.membership.lost.keys()
             storm.heal()
@@ -94,7 +94,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
         assert flat(model).isfinite().all()
         return None
 
-    answers = run_ranks(4, rank_main, timeout_seconds=60)
+    answers = run_ranks(4, rank_main)
     assert answers[:2] == [{2, 3}, {2, 3}]
     assert seen[0] == seen[1] > 0
     assert seen[2] == seen[3] == 0
@@ -130,7 +130,7 @@ def test_silent_partners_may_hold_all_snapshots_of_mode_stale_and_steps_go_on():
                 delivered_in(30)
                 group.barrier()
             stuck = delivered_in(10) if rank < 2 else 0
-            healed.wait(50)
+            healed.wait(HANG_SECONDS)
             storm.heal()
             until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3, 50.0)
         return stuck

@@ -91,7 +91,7 @@ def run(storm):
                 raise
         return begin, flat(model), session.stats(), spans
 
-    return run_ranks(storm.world_size, rank_main, timeout_seconds=30)
+    return run_ranks(storm.world_size, rank_main)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from gossipgrad import checkpoint
 from support.processes import run_processes
 from support.trees import assert_same, replica
+from support.waiting import HANG_SECONDS
 
 
 def instants(directory, monkeypatch, act):
@@ -123,9 +124,9 @@ def on_a_disk_that_is_full(rank, store, directory):
         checkpoint.Saver(directory, rank=0, world_size=1) as saver,
     ):
         taken = saver.save(replica(3, 50_000), step=3)
-        done, error = saver.wait(30.0), type(saver.error)
+        done, error = saver.wait(HANG_SECONDS), type(saver.error)
         small = saver.save(replica(4), step=4)
-        small = small and saver.wait(30.0) and saver.error is None
+        small = small and saver.wait(HANG_SECONDS) and saver.error is None
     return refused, taken, done, error, small, saver.stats().failed, str(warned[0].message)
 
 

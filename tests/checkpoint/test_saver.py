@@ -13,7 +13,7 @@ import torch
 from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _files, _save
 from support.trees import assert_same, replica
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 
 class Disk:
@@ -27,7 +27,7 @@ class Disk:
         monkeypatch.setattr(_files.os, "fsync", self.fsync)
 
     def fsync(self, handle):
-        assert self.goes_on.wait(30)
+        assert self.goes_on.wait(HANG_SECONDS)
         if self.error is not None:
             raise self.error
         self._fsync(handle)
@@ -68,11 +68,11 @@ def test_memory_is_used_again(tmp_path):
     places = set()
     for step in range(3):
         state["w"].fill_(step)
-        assert saver.save(state, step=step, wait_seconds=30.0)
+        assert saver.save(state, step=step, wait_seconds=HANG_SECONDS)
         places.add(tuple(buffer.data_ptr() for buffer in saver._buffers.values()))
         assert saver.stats().buffer_bytes == 4020
     assert len(places) == 1
-    saver.save({"w": torch.zeros(10)}, step=3, wait_seconds=30.0)
+    saver.save({"w": torch.zeros(10)}, step=3, wait_seconds=HANG_SECONDS)
     assert saver.stats().buffer_bytes == 40
     assert saver.close()
     assert saver.stats().buffer_bytes == 0
@@ -95,7 +95,7 @@ def test_a_slow_disk_holds_nobody_up(disk, tmp_path):
     assert not saver.save(replica(3), step=3), "without another word"
     assert saver.stats().skipped == 2
     threading.Timer(0.05, disk.goes_on.set).start()
-    assert saver.save(replica(4), step=4, wait_seconds=30.0)
+    assert saver.save(replica(4), step=4, wait_seconds=HANG_SECONDS)
     assert saver.close()
     stats = saver.stats()
     assert (stats.saved, stats.skipped, stats.failed, stats.last_step) == (2, 2, 0, 4)
@@ -109,14 +109,14 @@ def test_a_slow_disk_holds_nobody_up(disk, tmp_path):
 def test_a_disk_that_is_full_ends_nothing(disk, tmp_path):
     saver = saver_in(tmp_path, keep=1)
     assert saver.save(replica(1), step=1)
-    assert saver.wait(30.0)
+    assert saver.wait(HANG_SECONDS)
     disk.error = OSError(errno.ENOSPC, "No space left on device")
     assert saver.save(replica(2), step=2)
     with pytest.warns(UserWarning, match="No space left"):
-        assert saver.wait(30.0)
+        assert saver.wait(HANG_SECONDS)
     assert saver.error is disk.error
     assert saver.save(replica(3), step=3)
-    assert saver.wait(30.0), "told once"
+    assert saver.wait(HANG_SECONDS), "told once"
     assert (saver.stats().failed, saver.stats().saved) == (2, 1)
     assert_same(checkpoint.load(tmp_path, rank=0), replica(1))
     assert len(list(tmp_path.rglob("*.*"))) == 3, "what was half-written takes no room"
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_ends_nothing(disk, tmp_path):
 def test_the_end_waits_for_so_long_and_no_longer(disk, tmp_path):
     saver = saver_in(tmp_path)
     assert saver.save(replica(1), step=1)
-    assert saver.wait(30.0)
+    assert saver.wait(HANG_SECONDS)
     disk.goes_on.clear()
     assert saver.save(replica(2), step=2)
     with pytest.warns(UserWarning, match="step 2"):
@@ -141,14 +141,14 @@ def test_the_end_waits_for_so_long_and_no_longer(disk, tmp_path):
     with pytest.raises(ValueError, match="closed"):
         saver.save(replica(3), step=3)
     disk.goes_on.set()
-    until(lambda: checkpoint.steps(tmp_path) == [1, 2], timeout_seconds=30)
+    until(lambda: checkpoint.steps(tmp_path) == [1, 2])
 
 
 def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch):
     """What is committed is saved, whatever becomes of what it replaces; and so is the next."""
     saver = saver_in(tmp_path, keep=1)
     assert saver.save(replica(1), step=1)
-    assert saver.wait(30.0)
+    assert saver.wait(HANG_SECONDS)
     stuck = tmp_path / "step-000000001" / "rank-0000" / "state.json"
 
     def refuses(path, missing_ok=False, unlink=Path.unlink):
@@ -159,7 +159,7 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuses)
     assert saver.save(replica(2), step=2)
     with pytest.warns(UserWarning, match="state.json: Operation not permitted"):
-        assert saver.wait(30.0)
+        assert saver.wait(HANG_SECONDS)
     assert saver.save(replica(3), step=3), "told once"
     assert saver.close()
     stats = saver.stats()
@@ -240,7 +240,7 @@ def test_a_saver_that_nobody_closes_leaves_no_thread(tmp_path):
     del saver
     gc.collect()
     assert gone() is None
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert_same(checkpoint.load(tmp_path, rank=0), replica(1))
 
 
@@ -250,7 +250,7 @@ def test_from_a_device(tmp_path):
     wanted = weight.cpu()
     with saver_in(tmp_path) as saver:
         for step in range(3):
-            assert saver.save({"w": weight, "t": weight.T}, step=step, wait_seconds=30.0)
+            assert saver.save({"w": weight, "t": weight.T}, step=step, wait_seconds=HANG_SECONDS)
             assert saver._buffers["w"].is_pinned()
         weight.zero_()
     assert_same(checkpoint.load(tmp_path, rank=0), {"w": wanted, "t": wanted.T})

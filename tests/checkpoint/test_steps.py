@@ -8,6 +8,7 @@ import torch
 from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _save
 from support.trees import assert_same, replica
+from support.waiting import HANG_SECONDS
 
 
 def save(directory, rank, step, *, world_size=2, **settings):
@@ -244,7 +245,7 @@ def test_ranks_save_at_the_same_time(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert checkpoint.latest(tmp_path) == 4
     for rank in range(ranks):
         assert_same(checkpoint.load(tmp_path, rank=rank), replica(40 + rank))

@@ -14,6 +14,7 @@ import pytest
 
 from gossipgrad import cli
 from support.agents import run_torchrun
+from support.waiting import HANG_SECONDS
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -59,7 +60,7 @@ def interrupted(tmp_path_factory):
         if line.startswith(b"epoch 1/"):
             break
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=HANG_SECONDS)
     deadline = time.monotonic() + 30
     while (left := session_members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -5,6 +5,7 @@ import torch
 
 from gossipgrad.comm import Channel, FaultyTransport, Part, _channel
 from support.links import RUN, make_transports, ours, until_none_but
+from support.waiting import HANG_SECONDS
 from support.watches import Clock, make_watches
 
 
@@ -48,16 +49,16 @@ def channels(transports):
 @pytest.fixture
 def leave(monkeypatch):
     """Closes a channel beside the test, with all the time that its last word may take."""
-    monkeypatch.setattr(_channel, "_LEAVE_SECONDS", 30.0)
+    monkeypatch.setattr(_channel, "_LEAVE_SECONDS", HANG_SECONDS)
     closing = []
 
     def close(channel):
-        closing.append(threading.Thread(target=channel.close, args=(30.0,), daemon=True))
+        closing.append(threading.Thread(target=channel.close, args=(HANG_SECONDS,), daemon=True))
         closing[-1].start()
 
     yield close
     for thread in closing:
-        thread.join(60.0)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
 
 

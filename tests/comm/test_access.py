@@ -24,7 +24,7 @@ from support.links import RUN
 from support.processes import run_processes
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 SECRET_FILE = "GOSSIPGRAD_SECRET_FILE"
 D = Outcome.DELIVERED
@@ -44,8 +44,8 @@ def given(path):
 
 
 def start(encrypt):
-    """What becomes of a session of this rank, and within how many seconds."""
-    model, begin = network(), time.perf_counter()
+    """What becomes of a session of this rank."""
+    model = network()
     optimizer = sgd(list(model.parameters()))
     try:
         with gg.gossip(model, optimizer, encrypt=encrypt) as session:
@@ -53,9 +53,9 @@ def start(encrypt):
                 set_gradients(model, session.rank, step)
                 optimizer.step()
             session.average_()
-        return "trained", "", time.perf_counter() - begin
+        return "trained", ""
     except (GossipError, ValueError) as error:
-        return type(error).__name__, str(error), time.perf_counter() - begin
+        return type(error).__name__, str(error)
 
 
 def _with_secrets(rank, store, folder):
@@ -74,7 +74,7 @@ def _with_secrets(rank, store, folder):
 
 
 @pytest.mark.process
-def test_a_wrong_or_missing_secret_is_refused_by_name_on_all_ranks_within_seconds(tmp_path):
+def test_a_wrong_or_missing_secret_is_refused_by_name_on_all_ranks(tmp_path):
     ranks = run_processes(3, _with_secrets, str(tmp_path))
     for rank, found in enumerate(ranks):
         assert found["same"][0] == "trained"
@@ -85,12 +85,11 @@ def test_a_wrong_or_missing_secret_is_refused_by_name_on_all_ranks_within_second
             ("missing", 0, "GossipError", "rank 0 cannot encrypt: cannot read"),
             ("unset", 0, "GossipError", "rank 0 cannot encrypt: encrypt=True needs a file"),
         ):
-            name, text, seconds = found[case]
+            name, text = found[case]
             if rank == odd and kind == "GossipError":
                 kind, said = "ValueError", "openssl rand -hex 32"
             assert name == kind
             assert said in text
-            assert seconds < 15.0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def exchange(a, b, rounds, first=0):
         values = torch.full((2, size), float(round))
         mine = a.post(round, 0, values[0], send_to=1, recv_from=1)
         theirs = b.post(round, 0, values[1] + 1, send_to=0, recv_from=0)
-        assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
+        assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
         assert mine.received.eq(round + 1).all()
         assert theirs.received.eq(round).all()
 
@@ -193,7 +192,7 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (ends[1], newcomer))
     mine = a.post(0, 0, torch.full((4,), 1.0), send_to=2, recv_from=2)
     theirs = b.post(0, 0, torch.full((4,), 2.0), send_to=1, recv_from=1)
-    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
+    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
     with pytest.raises(AgreementError, match="encrypt"):
         ZeroMQTransport.joining(3, 2, introductions=ends[0].introductions, encrypt=not encrypt)
@@ -234,7 +233,7 @@ def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(secre
         ends[0].send(1, b"header", payload)
         return events.extend(ends[0].receive(0.01)) or events
 
-    until(told, 30.0)
+    until(told)
     assert events == [Lost(1)]
     assert ends[1].receive(0.0) == []
     for end in ends:

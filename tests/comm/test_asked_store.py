@@ -3,27 +3,28 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore, StoreSilentError
 from support.hanging_store import Hanging
-from support.waiting import until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 
 def test_a_store_that_hangs_is_awaited_no_longer_than_asked_and_heard_when_it_answers():
     store = Hanging()
-    asked = AskedStore(store, timeout_seconds=60.0)
-    looks = []
+    asked = AskedStore(store, timeout_seconds=NEVER_SECONDS)
+
+    def listen():
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        asked.ask(lambda s: s.set("a", "1"), listen=listen)
     with pytest.raises(StoreSilentError, match=r"did not answer within 0\.2 s"):
-        asked.ask(lambda s: s.set("a", "1"), timeout_seconds=0.2, listen=lambda: looks.append(0))
-    assert looks
-    start = time.monotonic()
+        asked.ask(lambda s: s.get("a"), timeout_seconds=0.2)
     with pytest.raises(StoreSilentError, match="has not answered an earlier question"):
         asked.ask(lambda s: s.check(["a"]))
-    assert time.monotonic() - start < 30
     store.answers.set()
     until(lambda: store.check(["a"]))
 
@@ -73,21 +74,19 @@ watch.start()
 asked = AskedStore(store)
 busy = [asked.begin(lambda store: store.check(["a"])) for _ in range(100)]
 if sys.argv[1] == "hangs":
-    asked.begin(lambda store: time.sleep(60))
+    asked.begin(lambda store: time.sleep(10_000))
 del watch, store
 """
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("store", [pytest.param("answers", marks=pytest.mark.slow), "hangs"])
-def test_a_process_that_ends_while_its_threads_ask_a_store_ends_well_and_soon(store):
+def test_a_process_that_ends_while_its_threads_ask_a_store_ends_well(store):
     """Torch's store aborts a process that ends while a thread comes back from it."""
-    start = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, store], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", SCRIPT, store], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert time.monotonic() - start < 100
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -96,7 +95,7 @@ def test_a_fork_ends_though_the_threads_of_its_parent_ask_a_store():
     asked.begin(lambda store: store.check(["a"]))
     child = os.fork()
     if child == 0:
-        threading.Timer(30, os._exit, [1]).start()
+        threading.Timer(HANG_SECONDS, os._exit, [1]).start()
         atexit._run_exitfuncs()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

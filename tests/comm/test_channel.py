@@ -5,7 +5,7 @@ import torch
 
 from gossipgrad.comm import Channel, Hub, Liveness, Outcome
 from support.links import RUN
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 in_process = pytest.mark.parametrize("kind", ["in-process"])
@@ -22,7 +22,7 @@ def post(channel, peer, round=0, value=0.0, bucket=0, size=4, **options):
 def both(a, b, round=0, value=0.0):
     """An exchange that counts; what the first one gets."""
     mine, theirs = post(a, b.rank, round), post(b, a.rank, round, value)
-    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
+    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
     return mine.received.tolist()
 
 
@@ -37,9 +37,9 @@ def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_
     until(lambda: a.poll() or a.early_bytes)
     b.transport.close()
     both(a, c, round=4)
-    assert a.take(mine, 60.0) is X
+    assert a.take(mine, HANG_SECONDS) is X
     assert a.gone == {1: "was lost"}
-    assert mine.ticket.wait(30.0)
+    assert mine.ticket.wait(HANG_SECONDS)
     assert a.early_bytes == 0
 
 
@@ -50,17 +50,17 @@ def test_directed_and_one_sided_rounds(channels):
         for r, c in enumerate(ends)
     ]
     for r, channel in enumerate(ends):
-        assert channel.take(mine[r], 30.0) is D
+        assert channel.take(mine[r], HANG_SECONDS) is D
         assert mine[r].received.tolist() == [float((r + 1) % 3)] * 4
     a, b, c = ends
     gives = a.post(1, 0, part(6), send_to=1, recv_from=None)
     assert (gives.outcome, gives.received) == (D, None)
     takes = b.post(1, 0, part(0), send_to=None, recv_from=0)
-    assert b.take(takes, 30.0) is D
+    assert b.take(takes, HANG_SECONDS) is D
     b.transport.close()  # a rank still gives when its source is dead
-    assert a.take(a.post(2, 0, part(1), send_to=2, recv_from=1), 30.0) is X
+    assert a.take(a.post(2, 0, part(1), send_to=2, recv_from=1), HANG_SECONDS) is X
     takes = c.post(2, 0, part(0), send_to=None, recv_from=0)
-    assert c.take(takes, 30.0) is D
+    assert c.take(takes, HANG_SECONDS) is D
     assert takes.received.tolist() == [1.0] * 4
 
 
@@ -89,7 +89,7 @@ def test_a_rank_that_may_not_send_voids_its_round_and_nobody_waits_for_it(channe
     theirs = post(b, 0)
     liveness.member = False
     assert post(a, 1).outcome is V
-    assert b.take(theirs, 30.0) is V
+    assert b.take(theirs, HANG_SECONDS) is V
     liveness.member = True
     both(a, b, round=1)
 
@@ -99,7 +99,7 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     a, b = channels(liveness=liveness)
     mine = post(a, 1, round=3)
     b.enter(1, 3, [0, 1])
-    assert a.take(mine, 30.0) is V
+    assert a.take(mine, HANG_SECONDS) is V
     assert liveness.heard == [1]
     until(lambda: b.poll() or b.bytes_received)
     assert post(b, 0, round=3).outcome is V, "a lives in generation 0 still: nobody waits for it"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossipgrad.comm import Faults, Outcome, ScriptedDeathError
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 
@@ -19,11 +19,11 @@ def post(channel, peer, round, value=0.0, **options):
 def test_what_is_dropped_never_arrives_and_the_link_goes_on(channels):
     a, b = channels(faults=Faults().drop(rank=1, round=0))
     lost, sent = post(a, 1, 0), post(b, 0, 0)
-    assert (b.take(sent, 30.0), a.take(lost, 0.1)) == (D, L)
+    assert (b.take(sent, HANG_SECONDS), a.take(lost, 0.1)) == (D, L)
     again = post(b, 0, 1, value=4)
-    assert a.take(lost, 30.0) is V
+    assert a.take(lost, HANG_SECONDS) is V
     mine = post(a, 1, 1)
-    assert (a.take(mine, 30.0), b.take(again, 30.0)) == (D, D)
+    assert (a.take(mine, HANG_SECONDS), b.take(again, HANG_SECONDS)) == (D, D)
     assert mine.received.tolist() == [4.0] * 4
 
 
@@ -32,9 +32,9 @@ def test_what_is_delayed_arrives_later_in_order_and_the_sender_goes_on(channels,
     start = time.perf_counter()
     theirs = [post(b, 0, round, value=round) for round in range(3)]
     mine = [post(a, 1, round) for round in range(3)]
-    assert [b.take(x, 30.0) for x in theirs] == [D, D, D]
+    assert [b.take(x, HANG_SECONDS) for x in theirs] == [D, D, D]
     leave(b)  # which waits for what is delayed
-    assert [a.take(x, 30.0) for x in mine] == [D, D, D]
+    assert [a.take(x, HANG_SECONDS) for x in mine] == [D, D, D]
     assert time.perf_counter() - start >= 0.5
     assert [x.received[0].item() for x in mine] == [0.0, 1.0, 2.0]
     until(lambda: a.poll() or a.gone == {1: "left"})
@@ -43,11 +43,11 @@ def test_what_is_delayed_arrives_later_in_order_and_the_sender_goes_on(channels,
 def test_a_killed_rank_dies_without_a_word(channels):
     a, b = channels(faults=Faults().kill(rank=1, round=1))
     pair = post(a, 1, 0), post(b, 0, 0)
-    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
+    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
     mine = post(a, 1, 1)
     with pytest.raises(ScriptedDeathError, match="rank 1 was killed by script in round 1"):
         post(b, 0, 1)
-    assert a.take(mine, 30.0) is X
+    assert a.take(mine, HANG_SECONDS) is X
     assert a.gone == {1: "was lost"}
     b.poll(0.0)
     b.close()

@@ -8,11 +8,11 @@ import pytest
 
 from gossipgrad.comm import Heartbeats, Membership, MemberWatch, Record
 from gossipgrad.errors import EvictedError
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 from support.watches import HookedStore, make_watches, pass_seconds
 
 FIFTY = Heartbeats(interval_seconds=0.005, lease_seconds=50.0, silent_seconds=5000.0)
-QUICK = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+QUICK = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5000.0)
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def test_a_beat_in_which_a_rank_was_stopped_renews_no_lease(clock, store, starte
     def before(what, key):
         if what == "get" and key == "beat/1":  # it has read the record
             reading.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(HANG_SECONDS)
 
     store.before = before
     watch = started(FIFTY)
-    assert reading.wait(60)
+    assert reading.wait(HANG_SECONDS)
     clock.seconds = 6000.0
     give_up(store.inner, 0)
     goes_on.set()
@@ -86,15 +86,15 @@ def test_a_store_that_hangs_is_awaited_for_one_lease_and_then_no_more(
     often = Heartbeats(interval_seconds=0.01, lease_seconds=0.2, silent_seconds=0.5)
     with caplog.at_level(logging.WARNING):
         watch, free = started(often), threading.Event()
-        store.before = lambda what, key: free.wait(60)
+        store.before = lambda what, key: free.wait(HANG_SECONDS)
         clock.seconds += 0.3
         began = time.monotonic()
         assert not watch.is_member(), "nothing is sent, and nobody waits"
         watch.confirm()
         assert time.monotonic() - began >= 0.2
         assert watch.store_lost
-        assert all(watch.confirm() and watch.is_member() for _ in range(400))
-        assert time.monotonic() - began < 40, "it is not awaited before every send"
+        # It is not awaited before every send: that would take hours.
+        assert all(watch.confirm() and watch.is_member() for _ in range(50_000))
         free.set()
         until(lambda: watch.store_lost is None)
     assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]

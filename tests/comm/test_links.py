@@ -20,7 +20,7 @@ from gossipgrad.comm import (
 from gossipgrad.errors import GossipError
 from support.links import RUN, make_transports, ours, until_none_but
 from support.ranks import run_ranks
-from support.waiting import quick, until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
 GOOD = {"kind": Kind.DATA, "run": RUN, "sender": 1, "round": 0, "dtype": torch.float32}
@@ -59,7 +59,7 @@ def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, cha
     assert mine.open
     assert a.gone == {}
     theirs = post(b, 0, value=2)
-    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
+    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
 
 
@@ -83,7 +83,7 @@ def test_garbage_over_a_link_is_dropped_and_disturbs_nobody_else(monkeypatch):
     link.socket.send(bytes(1 << 20))  # above the limit: its connection is cut
     until(lambda: a.poll() or ends[2].receive(0.0) or link.down_since is not None)
     pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
+    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
     assert a.gone == b.gone == {}
     for end in ends:
         end.close()
@@ -120,7 +120,7 @@ def test_a_queue_that_was_full_while_a_rank_slept_goes_on(monkeypatch):
     assert not given[-1].ticket.done
     taken = [b.post(r, 0, values[0], send_to=None, recv_from=0) for r in range(40)]
     for r, exchange in enumerate(taken):
-        assert b.take(exchange, 30.0) is D
+        assert b.take(exchange, HANG_SECONDS) is D
         assert exchange.received.eq(r).all()
     until(lambda: all(exchange.ticket.done for exchange in given))
     a.close()
@@ -158,12 +158,12 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     ends = make_transports("zeromq", 2)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
+    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
     until(lambda: a.poll() or ends[0]._links[1].was_up)  # else it is not yet seen to go down
     ends[0]._links[1].note(_zeromq_link.DOWN)
     ends[0]._links[1].note(_zeromq_link.UP)
     waits = post(b, 0, round=1)
-    assert a.take(post(a, 1, round=1), 30.0) in (D, X)
+    assert a.take(post(a, 1, round=1), HANG_SECONDS) in (D, X)
     until(lambda: a.poll() or a.gone == {1: "was lost"})
     if waits.open:
         b.take(waits, 0.0)
@@ -175,26 +175,20 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     assert a.gone == b.gone == {}
     until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (3, 3))
     anew = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
-    assert (a.take(anew[0], 30.0), b.take(anew[1], 30.0)) == (D, D)
+    assert (a.take(anew[0], HANG_SECONDS), b.take(anew[1], HANG_SECONDS)) == (D, D)
     assert anew[0].received.tolist() == [6.0] * 4
     a.close()
     b.close()
 
 
 @pytest.mark.parametrize("name", ["in-process", "zeromq"])
-def test_close_of_both_ends_is_quick_and_leaves_no_thread(name):
+def test_close_of_both_ends_waits_for_nobody_and_leaves_no_thread(name):
     before = set(ours())
-
-    def closed():
-        ends = make_transports(name, 4)
-        channels = [Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends]
-        for channel in channels:
-            for peer in set(range(4)) - {channel.rank}:
-                post(channel, peer, round=channel.rank ^ peer)
-        start = time.perf_counter()
-        for channel in channels:
-            channel.close()
-        return time.perf_counter() - start
-
-    quick(closed, 4.0)
+    ends = make_transports(name, 4)
+    channels = [Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends]
+    for channel in channels:
+        for peer in set(range(4)) - {channel.rank}:
+            post(channel, peer, round=channel.rank ^ peer)
+    for channel in channels:
+        channel.close(NEVER_SECONDS)
     until_none_but(before)

@@ -8,6 +8,7 @@ import torch
 from gossipgrad.comm import Channel, Outcome, Part
 from support.links import make_transports
 from support.processes import run_processes
+from support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -22,7 +23,7 @@ def fork_and_close(rank, store):
     def pair(round):
         x = a.post(round, 0, torch.zeros(4), send_to=1, recv_from=1)
         y = b.post(round, 0, torch.zeros(4), send_to=0, recv_from=0)
-        return [a.take(x, 30.0), b.take(y, 30.0)]
+        return [a.take(x, HANG_SECONDS), b.take(y, HANG_SECONDS)]
 
     outcomes = pair(0)
     if (child := os.fork()) == 0:

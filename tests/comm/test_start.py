@@ -1,14 +1,15 @@
 """Ranks that die, hang or are stopped while the others wait for them at the start."""
 
 import os
+import re
 import signal
-import subprocess
-import time
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 import gossipgrad as gg
-from gossipgrad.comm import AskedStore
+from gossipgrad.comm import AskedStore, _asked_store
 from support.processes import run_processes
 from support.replicas import network, sgd
 
@@ -27,23 +28,20 @@ def enter(rank, store, dies_before):
 
         AskedStore.ask = ask_or_die
     model = network()
-    start = time.monotonic()
     with pytest.raises(gg.GossipError) as caught:
         gg.gossip(model, sgd(list(model.parameters())), start_timeout_seconds=3.0)
-    seconds = time.monotonic() - start
     store.set(f"out{rank}", "")
     store.wait([f"out{other}" for other in (0, 2)])  # who ends at once would be missed, too
-    return str(caught.value), seconds
+    return str(caught.value)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("dies_before", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_who_is_killed_at_the_start_is_named_soon(dies_before):
-    """Before it has come, before it connects, and later."""
+def test_who_is_killed_at_the_start_is_named(dies_before):
+    """Before it has come, before it connects, and later; another may be late, and named beside."""
     answers = run_processes(3, enter, dies_before, may_die=(1,))
-    for said, seconds in (answers[0], answers[2]):
-        assert "rank 1 " in said
-        assert seconds < 30
+    for said in (answers[0], answers[2]):
+        assert re.search(r"ranks? ([02], )*1\b", said)
 
 
 def test_the_time_to_wait_for_others_is_a_number_of_seconds():
@@ -53,24 +51,13 @@ def test_the_time_to_wait_for_others_is_a_number_of_seconds():
             gg.gossip(model, sgd(list(model.parameters())), start_timeout_seconds=wrong)
 
 
-def ask_while_stopped(rank, store):
-    """Is stopped for longer than an answer is awaited, just after the question."""
-    asked = AskedStore(store, timeout_seconds=1.0)
+def test_time_in_which_this_process_was_stopped_does_not_count(clock, monkeypatch):
+    monkeypatch.setattr(_asked_store, "time", SimpleNamespace(monotonic=clock))
+    asked = AskedStore(dist.HashStore(), timeout_seconds=1.0)
 
-    def answer(connection):
-        me = os.getpid()
-        subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 2; kill -CONT {me}"])
-        time.sleep(0.3)
-        return connection.check(["nothing"])
+    def stopped(store):
+        clock.seconds += 1000.0
+        return store.check(["nothing"])
 
-    start = time.monotonic()
-    found = asked.ask(answer)
+    assert asked.ask(stopped) is False
     asked.close()
-    return found, time.monotonic() - start
-
-
-@pytest.mark.process
-def test_time_in_which_this_process_was_stopped_does_not_count():
-    ((found, seconds),) = run_processes(1, ask_while_stopped, grouped=False)
-    assert found is False
-    assert seconds > 1.8, "it was not stopped"

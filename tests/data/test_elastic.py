@@ -16,7 +16,7 @@ from gossipgrad.data import ElasticBatches, ShardedBatches
 from gossipgrad.errors import EvictedError
 from support.shares import Run
 from support.shares import let_go as let_go
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 
 def tcp_store():
@@ -303,7 +303,7 @@ def test_deals_are_made_again_when_the_store_answers_again():
     assert run.total("samples_untold") > 0
     store.answers.set()
     for one in run.ranks.values():
-        until(lambda one=one: one.batches.newest_epoch() == 0, timeout_seconds=60)
+        until(lambda one=one: one.batches.newest_epoch() == 0)
     run.change(0, 1, 2)
     run.in_turn(0, 1, 2, epoch=0)
     check_whole(run, 0, 240)
@@ -319,7 +319,7 @@ def test_batches_that_nobody_closes_leave_no_thread():
     (thread,) = {*threading.enumerate()} - before
     del batches
     gc.collect()
-    thread.join(30)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
 
 

@@ -17,7 +17,7 @@ from gossipgrad.errors import GossipError
 from support.links import make_transports
 from support.ranks import run_ranks
 from support.storm import Storm, StormyTransport
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 from support.wires import Wires
 
 SIZE, BATCH = 12, 4
@@ -99,7 +99,7 @@ def test_a_rank_that_leaves_early_is_closed_over():
 
 def test_a_late_neighbour_blocks_no_step():
     """What rank 1 sends to rank 0 comes when all have made their steps."""
-    storm, together = Storm(3, "", "", 0.0, ()), threading.Barrier(3, timeout=50)
+    storm, together = Storm(3, "", "", 0.0, ()), threading.Barrier(3, timeout=HANG_SECONDS)
 
     def train(walker):
         walker.steps(2)
@@ -125,7 +125,7 @@ def test_a_neighbour_that_hangs_costs_bounded_memory_and_no_row():
 
     def train(walker):
         if walker.rank == 1:
-            assert back.wait(50)
+            assert back.wait(HANG_SECONDS)
         for _ in range(60):
             walker.steps(1)
             time.sleep(0.001)
@@ -145,7 +145,7 @@ def test_with_a_deadline_a_neighbour_that_hangs_is_awaited_once():
 
     def train(walker):
         if walker.rank == 1:
-            assert back.wait(50)
+            assert back.wait(HANG_SECONDS)
             return
         start = time.monotonic()
         walker.steps(400)
@@ -186,7 +186,7 @@ def test_drain_names_who_did_not_come_and_loses_nothing():
         if walker.rank == 0:
             with pytest.raises(GossipError, match=r"\[1\]"):
                 walker.shuffle.drain(timeout_seconds=0.2)
-        over.wait(50)
+        over.wait(HANG_SECONDS)
 
     held, _ = run(2, train)
     assert sorted(flat(held)) == list(range(2 * SIZE))
@@ -204,7 +204,7 @@ def test_states_saved_together_hold_every_row_once(leaver):
             states[walker.rank] = walker.shuffle.rows()[0].tolist()
             left.set()
             return
-        assert leaver is None or left.wait(50)
+        assert leaver is None or left.wait(HANG_SECONDS)
         for number in range(4):
             walker.steps(1 + walker.rank)
             walker.drain_together()

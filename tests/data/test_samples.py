@@ -17,6 +17,7 @@ from gossipgrad.data import (
     TextSamples,
     made_ahead,
 )
+from support.waiting import HANG_SECONDS
 
 
 def toy_info(**changes):
@@ -172,7 +173,7 @@ def test_works_so_far_ahead_and_no_farther():
 
     results = made_ahead(make, range(10), threads=2)
     assert next(results) == 0
-    assert third.wait(60)
+    assert third.wait(HANG_SECONDS)
     assert sorted(made) == [0, 1, 2]
     results.close()
     assert not data_threads()

@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from support.replicas import adam, backward, network, sgd
 from support.resuming import run_on
 from support.sessions import run_sessions
+from support.waiting import HANG_SECONDS
 
 
 def states_after(world_size, steps, **settings):
@@ -90,7 +91,7 @@ def test_what_is_late_is_given_up_with_a_warning_and_the_state_can_be_loaded(mod
     def train(me):
         me.train(3)
         if me.rank == 1:
-            assert saved.wait(60.0)
+            assert saved.wait(HANG_SECONDS)
         me.train(2)
         state = me.session.state_dict()
         if me.rank == 0:

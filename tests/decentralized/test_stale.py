@@ -11,6 +11,7 @@ import gossipgrad as gg
 from support.replicas import flat, network, plain_sgd
 from support.sessions import no_gradients, run_sessions
 from support.stale import Scripted
+from support.waiting import HANG_SECONDS
 
 RATE = 0.1
 
@@ -128,12 +129,12 @@ def test_a_rank_that_stalls_holds_nobody_up():
         at = me.session.position
         if me.rank == 2:
             stalls.set()
-            over.wait(60)
-        assert stalls.wait(60)
+            over.wait(HANG_SECONDS)
+        assert stalls.wait(HANG_SECONDS)
         while me.session.position < 60:
             me.train()
         if me.rank != 2:
-            over.wait(60)
+            over.wait(HANG_SECONDS)
         return at, me.steps, me.session.stats(), me.mean()
 
     found = run_sessions(4, use, mode="stale", transport="zeromq")

@@ -9,7 +9,7 @@ import gossipgrad as gg
 from gossipgrad.engine import Bucket
 from support.deaths import QUICK
 from support.sessions import run_sessions
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 
 def run(world_size, use, **settings):
@@ -18,7 +18,7 @@ def run(world_size, use, **settings):
     def then_train(me):
         result = use(me)
         before = me.outcomes["delivered"]
-        are_back.wait(60)  # rounds with one that is still in the collective would be void
+        are_back.wait(HANG_SECONDS)  # rounds with one that is still in the collective would be void
         me.train(20)
         assert me.outcomes["delivered"] - before >= 10, "what broke holds up no round"
         me.group.close()  # nobody waits for one that is broken

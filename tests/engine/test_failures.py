@@ -13,6 +13,7 @@ from gossipgrad.comm import Header
 from gossipgrad.engine import Bucket
 from support.replicas import backward, plain_sgd
 from support.sessions import run_sessions
+from support.waiting import HANG_SECONDS
 
 BOTH = {"payload": "gradients+weights", "gradients": backward}
 
@@ -111,7 +112,7 @@ def test_no_weights_are_mixed_while_gradients_are_made():
             backward(me.model, me.rank, step)
             if me.rank == 1 and step == 1:
                 me.session.synchronize()
-                assert waited.wait(60)  # its weights come late to rank 0
+                assert waited.wait(HANG_SECONDS)  # its weights come late to rank 0
             me.optimizer.step()
             if me.rank == 0 and step == 1:
                 waited.set()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gossipgrad as gg
 from support.ranks import run_ranks
 from support.sessions import run_sessions
+from support.waiting import HANG_SECONDS
 
 STEPS = 6
 
@@ -198,7 +199,7 @@ def test_the_update_does_not_wait_and_the_forward_pass_does():
         with gg.gossip(model, optimizer, process_group=group, mode="sync") as session:
             model(x).sum().backward()
             if rank == 1:
-                assert released.wait(60)  # until rank 0 has stepped
+                assert released.wait(HANG_SECONDS)  # until rank 0 has stepped
             optimizer.step()
             own = model[0].weight.detach().clone()
             if rank == 0:
@@ -227,7 +228,7 @@ def test_a_late_partner_holds_the_forward_pass_up_to_the_deadline_and_is_mixed_l
             optimizer.step()  # learns the modules
             model(x).sum().backward()
             if rank == 1:
-                assert released.wait(60)
+                assert released.wait(HANG_SECONDS)
             start = time.perf_counter()
             optimizer.step()
             model(x).sum().backward()
@@ -298,11 +299,11 @@ def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
                             parameter.fill_(rank + 1.0)
                     session.accept_changes()
                 if rank == 1 and step == 3:
-                    has_read.wait(20)
+                    has_read.wait(HANG_SECONDS)
                 loss = model(torch.ones(1, 4)).sum()
                 if rank == 0 and step == 4:
                     has_read.set()
-                    has_sent.wait(20)
+                    has_sent.wait(HANG_SECONDS)
                     time.sleep(0.3)  # what was sent arrives
                 loss.backward()
                 optimizer.step()

@@ -7,7 +7,7 @@ import torch
 
 from support.joining import run_open
 from support.replicas import adam, flat
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 
 def delivered(me):
@@ -34,7 +34,7 @@ def sending(monkeypatch):
     def slow(copy, buffer):
         if threading.current_thread().name == "gossipgrad-donor":
             begun.set()
-            assert flowing.wait(60.0)
+            assert flowing.wait(HANG_SECONDS)
         save(copy, buffer)
 
     monkeypatch.setattr(torch, "save", slow)

@@ -13,7 +13,7 @@ from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 SETTINGS = {"topology": "matching", "heartbeats": QUICK}
 
@@ -233,7 +233,7 @@ def test_where_nobody_can_join_there_is_no_address(settings, why):
 
     def main(rank, _):
         model = network()
-        group = Group(dist.PrefixStore("run", root.clone()), rank, 2, timeout_seconds=20.0)
+        group = Group(dist.PrefixStore("run", root.clone()), rank, 2, timeout_seconds=HANG_SECONDS)
         with (
             gg.gossip(
                 model, sgd(list(model.parameters())), process_group=group, **settings

@@ -12,7 +12,7 @@ from gossipgrad.comm import Group, Hub
 from support.deaths import QUICK, fall_silent, run_mortals, take_for_dead
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 PATIENT = gg.Heartbeats(interval_seconds=0.03, lease_seconds=20.0, silent_seconds=20.0)
 
@@ -146,12 +146,12 @@ def test_a_rank_that_was_stopped_sees_its_eviction_before_it_sends():
             assert not torch.equal(flat(me.session.replica.model), weights), "the update is kept"
             with pytest.raises(gg.EvictedError):
                 me.mean()
-            over.wait(60)
+            over.wait(HANG_SECONDS)
             return None
         others.append(lambda: me.session.membership)
         me.train_without(1)
         if me.rank == 0:
-            over.wait(60)
+            over.wait(HANG_SECONDS)
         return me.mean()
 
     others = []
@@ -167,7 +167,7 @@ def test_a_rank_that_hangs_holds_the_others_up_until_it_is_given_up(where):
         me.train(3)
         if me.rank == 1:
             fall_silent(me.session)
-            assert resumed.wait(60)
+            assert resumed.wait(HANG_SECONDS)
             return None
         start = time.monotonic()
         if where == "a step":  # in a mode that waits, with a deadline far away

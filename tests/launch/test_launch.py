@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
-_DEADLINE_SECONDS = 120
+from support.waiting import HANG_SECONDS, until
 
 # Does not load torch, so that it starts at once; leaves what it sees in a file of its rank.
 _PLAIN = """
@@ -28,11 +27,11 @@ if what == "raise":
 if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "wait":
-    time.sleep(100)
+    time.sleep(10_000)
 if what == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / f"deaf{rank}").touch()
-    time.sleep(100)
+    time.sleep(10_000)
 (folder / f"done{rank}").touch()
 """
 
@@ -78,22 +77,14 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
 
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
     """The exit code, what was printed, and the errors."""
-    out, errors = launcher.communicate(timeout=_DEADLINE_SECONDS)
+    out, errors = launcher.communicate(timeout=HANG_SECONDS)
     return launcher.returncode, out, errors
 
 
 def seen(folder: Path, rank: int) -> dict[str, str]:
     """What a worker saw, as soon as it has left it."""
-    await_file(folder / f"rank{rank}.json")
+    until((folder / f"rank{rank}.json").exists)
     return json.loads((folder / f"rank{rank}.json").read_text())
-
-
-def await_file(path: Path) -> None:
-    """Wait until it is there."""
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
@@ -146,7 +137,7 @@ def test_a_gossip_session_survives_a_killed_worker(tmp_path: Path):
 def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(script: Path, tmp_path: Path):
     launcher = start("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
     pids = [int(seen(tmp_path, rank)["pid"]) for rank in (0, 1)]
-    await_file(tmp_path / "deaf1")
+    until((tmp_path / "deaf1").exists)
     launcher.send_signal(signal.SIGINT)
     assert finish(launcher)[0] == 128 + signal.SIGINT
     assert not any(map(is_running, pids))
@@ -157,10 +148,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path
     pids = [int(seen(tmp_path, rank)["pid"]) for rank in (0, 1)]
     launcher.kill()
     launcher.communicate()
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_running, pids))
+    until(lambda: not any(map(is_running, pids)))
 
 
 def test_two_nodes_share_one_world(script: Path, tmp_path: Path):

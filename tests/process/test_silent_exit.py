@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from support.waiting import HANG_SECONDS
+
 pytestmark = pytest.mark.process
 
 SESSION = """
@@ -58,7 +60,7 @@ def ended(script, world_size=1, **more):
         )
         for rank in range(world_size)
     ]
-    told = [process.communicate(timeout=120) for process in processes]
+    told = [process.communicate(timeout=HANG_SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size
     return told
 

@@ -22,6 +22,7 @@ from gossipgrad.second_order import (
 )
 from support.processes import run_processes
 from support.ranks import run_ranks
+from support.waiting import HANG_SECONDS
 
 SEEDING = threading.Lock()
 
@@ -176,7 +177,7 @@ def test_a_late_rank_is_waited_for_once_and_then_all_compute_its_roots():
         with share_roots(optimizer, patience_seconds=0.3, **links) as sharing:
             train(model, optimizer, 5, seed=rank, group=group)
             if rank == 1:
-                late.wait(60)
+                late.wait(HANG_SECONDS)
                 train(model, optimizer, 1)
                 return None
             start = time.monotonic()

@@ -18,6 +18,7 @@ from gossipgrad.simulate import SIZES_BYTES, Measured, Network, predict, probe
 from gossipgrad.simulate import _measuring as measuring
 from gossipgrad.simulate._probe import _fitted
 from support.ranks import run_ranks
+from support.waiting import HANG_SECONDS
 
 # Links inside one process are so fast, or so slow, that messages this small may show no rate.
 pytestmark = pytest.mark.filterwarnings("ignore:the network is not fully known")
@@ -100,7 +101,7 @@ class Mute(InProcessTransport):
 
     def send(self, peer, header, payload=None):
         if self.rank == 1 and payload is not None:
-            assert self.done.wait(60)
+            assert self.done.wait(HANG_SECONDS)
             return Sent()
         return super().send(peer, header, payload)
 

@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import assume_costs, on_ranks, same_weights, states_after
 from support.unchecked import types_unchecked
+from support.waiting import HANG_SECONDS
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
@@ -69,7 +70,7 @@ def test_an_exception_on_one_rank_is_told_to_the_others_at_once(where):
             told.set()
         with pytest.raises(gg.GossipError):
             me.optimizer.step()
-        assert told.wait(20)  # leaving would tell it, too
+        assert told.wait(HANG_SECONDS)  # leaving would tell it, too
 
     on_ranks(use, "single", make=make, together=False)
 

@@ -8,6 +8,7 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.comm import Group
 from support.ranks import run_ranks
+from support.waiting import HANG_SECONDS
 
 
 def players():
@@ -30,7 +31,7 @@ def test_each_with_a_session_of_its_own_gets_its_own_gradients():
         g, d = players()
         d_loss, g_loss = losses(g, d, rank)
         g_optimizer, d_optimizer = (torch.optim.SGD(m.parameters(), lr=0.0) for m in (g, d))
-        other = Group(dist.PrefixStore("other", store), rank, 2, timeout_seconds=60.0)
+        other = Group(dist.PrefixStore("other", store), rank, 2, timeout_seconds=HANG_SECONDS)
         got, due = [0.0, 0.0], [0.0, 0.0]
         settings = {"plan": "single", "density": 0.1}
         with (

@@ -12,11 +12,12 @@ from gossipgrad.sparsification import _aggregation
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import backward_of, on_ranks, same_weights, start
+from support.waiting import HANG_SECONDS
 
 
 def all_dropped(ranks: int) -> threading.Barrier:
     """Collects once all ranks wait for it: while one thread does, no other can."""
-    return threading.Barrier(ranks, action=gc.collect, timeout=20)
+    return threading.Barrier(ranks, action=gc.collect, timeout=HANG_SECONDS)
 
 
 def test_a_session_that_nobody_keeps_goes_on():
@@ -61,7 +62,7 @@ def in_a_hook(session):
 def on_another_thread(session):
     closing = threading.Thread(target=session.close)
     closing.start()
-    closing.join(20)
+    closing.join(HANG_SECONDS)
     assert not closing.is_alive()
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from support.waiting import HANG_SECONDS
+
 __all__ = ["Agents", "agents", "run_torchrun"]
 
 
@@ -81,7 +83,7 @@ def agents(commands: list[str], logs: Path) -> Iterator[Agents]:
 
 
 def run_torchrun(
-    arguments: Sequence[str | Path], folder: Path, timeout_seconds: float = 110.0
+    arguments: Sequence[str | Path], folder: Path, timeout_seconds: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun` with such arguments in a folder, to its end."""
     words = [str(argument) for argument in arguments]

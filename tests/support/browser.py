@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.waiting import HANG_SECONDS
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     None,
@@ -42,7 +44,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 class Browser:
     """One Chromium process; `open` gives pages in it. Every wait ends after a minute."""
 
-    def __init__(self, profile: Path, *, timeout_seconds: float = 60.0) -> None:
+    def __init__(self, profile: Path, *, timeout_seconds: float = HANG_SECONDS) -> None:
         assert CHROMIUM is not None
         self._timeout_seconds = timeout_seconds
         self._last_id = 0

@@ -12,7 +12,7 @@ from unittest import mock
 from gossipgrad.train import _checkpoints, _run
 from gossipgrad.train._metrics import Event, Metrics
 from gossipgrad.train._worker import worker_main
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 __all__ = ["held_at", "struck_at_start"]
 
@@ -39,13 +39,13 @@ def struck_at_start(rank: int, number: signal.Signals) -> Iterator[None]:
 
 
 def _held(*, gate: Path, steps: int) -> int:
-    _checkpoints._WRITE_SECONDS = 50.0
+    _checkpoints._WRITE_SECONDS = HANG_SECONDS
     write = Metrics.write
 
     def held(metrics: Metrics, event: str, **values: object) -> Event:
         record = write(metrics, event, **values)
         if event == "step" and metrics.steps >= steps:
-            until(gate.exists, timeout_seconds=100)
+            until(gate.exists)
         return record
 
     with mock.patch.object(Metrics, "write", held):

@@ -24,7 +24,7 @@ def train_until_joined(
     os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
 
     def tell() -> None:
-        until(lambda: count(Path(out), 2) > 8, timeout_seconds=80)
+        until(lambda: count(Path(out), 2) > 8)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=tell, daemon=True).start()

@@ -13,6 +13,7 @@ from gossipgrad.comm import Group, ScriptedDeathError
 from support.deaths import QUICK, Rank
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd
+from support.waiting import HANG_SECONDS
 
 __all__ = ["Run", "run_open"]
 
@@ -55,7 +56,7 @@ def run_open(
     gradients: Callable[[Any, int, int], None] = backward,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     build: Callable[[int], torch.nn.Module] = network,
-    timeout_seconds: float = 100,
+    timeout_seconds: float = HANG_SECONDS,
     **settings: Any,
 ) -> list[Any]:
     """Runs `member(me, run)` in a thread a rank, `newcomer(me, run)` for those who join.
@@ -77,7 +78,7 @@ def run_open(
                     made,
                     run.address,
                     heartbeats=heartbeats,
-                    timeout_seconds=60.0,
+                    timeout_seconds=HANG_SECONDS,
                     **settings,
                 )
             except ScriptedDeathError:

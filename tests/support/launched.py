@@ -116,7 +116,7 @@ def pause(rank: int) -> Iterator[None]:
 def wait_for_more(out: Path, rank: int, event: str, more: int) -> None:
     """Returns when a rank has written so many more events of a kind."""
     goal = count(out, rank, event) + more
-    until(lambda: count(out, rank, event) >= goal, timeout_seconds=60)
+    until(lambda: count(out, rank, event) >= goal)
 
 
 def press_ctrl_c() -> None:

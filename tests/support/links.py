@@ -7,7 +7,7 @@ import pytest
 
 from gossipgrad.comm import Hub, Transport, ZeroMQTransport
 from support.ranks import run_ranks, where
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 __all__ = ["RUN", "make_transports", "ours", "until_none_but"]
 
@@ -27,7 +27,7 @@ def ours() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("gossipgrad")]
 
 
-def until_none_but(before: Set[threading.Thread], timeout_seconds: float = 20.0) -> None:
+def until_none_but(before: Set[threading.Thread], timeout_seconds: float = HANG_SECONDS) -> None:
     """Returns when no thread of gossipgrad runs but these; says where others stand if some do."""
     try:
         until(lambda: {*ours()} <= before, timeout_seconds)

@@ -18,7 +18,7 @@ from gossipgrad.train._resume import reopen
 from gossipgrad.train._versions import versions
 from support.jobs import job_of
 from support.launched import count
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 __all__ = ["SAMPLES", "Dead", "Gate", "Gated", "Run", "Slow"]
 
@@ -67,7 +67,7 @@ class Gate:
                 self._passed += 1
                 return
             self.waiting += 1
-        assert self.open.wait(60)
+        assert self.open.wait(HANG_SECONDS)
         with self._lock:
             self.waiting -= 1
             self._passed += 1
@@ -120,7 +120,7 @@ class Run:
 
     def wait(self, condition):
         """Until it holds; what a rank has failed of is raised before."""
-        until(lambda: self._failure() is not None or condition(), timeout_seconds=60)
+        until(lambda: self._failure() is not None or condition())
         if (failure := self._failure()) is not None:
             raise failure
 

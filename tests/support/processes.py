@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gossipgrad.launch import ensure_fork_server
+from support.waiting import HANG_SECONDS
 
 __all__ = ["one_by_one", "run_processes", "start_fork_server"]
 
@@ -30,7 +31,7 @@ def run_processes(
     world_size: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_seconds: float = 100,
+    timeout_seconds: float = HANG_SECONDS,
     may_die: tuple[int, ...] = (),
     grouped: bool = True,
 ) -> list[Any]:

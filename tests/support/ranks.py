@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from gossipgrad.comm import Group
+from support.waiting import HANG_SECONDS
 
 __all__ = ["run_ranks", "where"]
 
@@ -18,7 +19,7 @@ _GRACE_SECONDS = 20.0  # for the other ranks to notice that one has failed
 
 
 def run_ranks(
-    world_size: int, function: Callable[[int, Group], T], timeout_seconds: float = 100
+    world_size: int, function: Callable[[int, Group], T], timeout_seconds: float = HANG_SECONDS
 ) -> list[T]:
     """Runs `function(rank, group)` in a thread a rank; what each returned, by rank.
 

@@ -24,6 +24,7 @@ from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._tasks import load_job
 from gossipgrad.train.strategies import _stopping
+from support.waiting import HANG_SECONDS
 
 __all__ = ["Act", "StopsAfter", "play"]
 
@@ -71,8 +72,8 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     """
     torch.set_num_threads(1)
     # However slow the disk or a rank is, it is awaited: acts go on with what others have left.
-    _checkpoints._WRITE_SECONDS = 50.0
-    _stopping._GRACE_SECONDS = 50.0
+    _checkpoints._WRITE_SECONDS = HANG_SECONDS
+    _stopping._GRACE_SECONDS = HANG_SECONDS
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     warnings.simplefilter("ignore")
@@ -142,7 +143,7 @@ def _train(
 
     def group(name: str) -> Group:
         prefix = dist.PrefixStore(f"{act.name} {name}", store)
-        return Group(prefix, rank, world_size, timeout_seconds=60)
+        return Group(prefix, rank, world_size, timeout_seconds=HANG_SECONDS)
 
     groups: Callable[[str], Group] | None = None if config.needs_every_rank else group
     result = train_rank(

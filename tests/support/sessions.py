@@ -11,7 +11,7 @@ import gossipgrad as gg
 from gossipgrad.comm import Group, Transport
 from support.ranks import run_ranks
 from support.replicas import OptimizerFactory, flat, network, set_gradients, sgd, transport_by_name
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 __all__ = ["Trainer", "no_gradients", "run_sessions"]
 
@@ -45,7 +45,9 @@ class Trainer:
             self.optimizer.step()
             self.longest_seconds = max(self.longest_seconds, time.perf_counter() - start)
 
-    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 60.0) -> None:
+    def train_until(
+        self, condition: Callable[[], Any], timeout_seconds: float = HANG_SECONDS
+    ) -> None:
         """Makes steps until a condition holds; fails if it does not in time."""
 
         def met() -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gossipgrad.comm import Membership
 from gossipgrad.data import ElasticBatches, TensorSamples
+from support.waiting import HANG_SECONDS
 
 __all__ = ["One", "Run", "let_go"]
 
@@ -150,7 +151,7 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_SECONDS)
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"

@@ -1,25 +1,21 @@
-"""Waiting for what another thread or process brings about, and for a moment of peace."""
+"""Waiting for what another thread or process brings about."""
 
 import time
 from collections.abc import Callable
 
-__all__ = ["quick", "until"]
+__all__ = ["HANG_SECONDS", "NEVER_SECONDS", "until"]
+
+HANG_SECONDS = 240.0
+"""What has not happened by then never will. No shorter time says so: a busy machine may hold any
+thread up for a minute."""
+
+NEVER_SECONDS = 10_000.0
+"""A limit that must not be what ends a wait: a test in which it does hangs, and fails."""
 
 
-def until(condition: Callable[[], object], timeout_seconds: float = 20.0) -> None:
-    """Returns when `condition()` holds; fails if it does not in time.
-
-    The time guards against hanging alone: a busy machine may hold any thread up for seconds.
-    """
+def until(condition: Callable[[], object], timeout_seconds: float = HANG_SECONDS) -> None:
+    """Returns when `condition()` holds; fails if it hangs."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_seconds} s"
         time.sleep(0.002)
-
-
-def quick(attempt: Callable[[], float], seconds: float) -> None:
-    """Returns when `attempt()` says that it took less than so many seconds; fails if none does.
-
-    A busy machine holds up one attempt or another; what is slow is so each time.
-    """
-    until(lambda: attempt() < seconds)

@@ -11,7 +11,7 @@ from typing import Any
 
 from gossipgrad.train import TrainConfig, run
 from gossipgrad.train.strategies import _stopping
-from support.waiting import until
+from support.waiting import NEVER_SECONDS, until
 
 __all__ = ["stopped_by_signal", "waits_alone"]
 
@@ -26,10 +26,10 @@ def waits_alone(environ: dict[str, str], folder: str) -> None:
 
 def stopped_by_signal(
     rank: int, store: Any, port: int, out: str, strategy: str, first: int, skew_seconds: float
-) -> tuple[int, float, dict | None]:
+) -> tuple[int, dict | None]:
     """Trains until rank `first` gets a SIGINT, and the other one its own a little later.
 
-    The exit code, the seconds from the first signal to the end, and the summary, on rank 0.
+    The exit code, and the summary on rank 0.
     """
     # Blocked in a fork server that a launch of workers has started, and so in what it forks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -40,16 +40,12 @@ def stopped_by_signal(
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    # None leaves without the other, however much later that is told on a busy machine.
-    _stopping._GRACE_SECONDS = 50.0
-    told_seconds = 0.0
+    # None leaves without the other, nor waits for as long as one that is told alone.
+    _stopping._GRACE_SECONDS = NEVER_SECONDS
 
     def tell() -> None:
-        nonlocal told_seconds
         metrics = Path(out) / "metrics-rank1.jsonl"
-        # A busy machine takes long to start; what is measured begins with the signal.
-        until(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_seconds=80)
-        told_seconds = time.monotonic()
+        until(lambda: metrics.exists() and metrics.stat().st_size > 0)
         if rank != first:
             time.sleep(skew_seconds)
         os.kill(os.getpid(), signal.SIGINT)
@@ -59,4 +55,4 @@ def stopped_by_signal(
         outcome = run(
             TrainConfig(strategy=strategy, epochs=3000, log_every=1, trace=0, out=Path(out))
         )
-    return outcome.exit_code, time.monotonic() - told_seconds, outcome.summary
+    return outcome.exit_code, outcome.summary

@@ -22,6 +22,7 @@ from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._tasks import load_job
 from support.ranks import run_ranks
+from support.waiting import HANG_SECONDS
 
 RANKS = 2
 OPTIONS = {"epochs": 2, "batch_size": 64, "trace": 0, "checkpoint_every": 4, "keep_checkpoints": 2}
@@ -51,7 +52,10 @@ def play(tmp_path):
                     stop=threading.Event(),
                     emit=told[rank].append,
                     groups=lambda name: Group(
-                        dist.PrefixStore(name, group.store), rank, RANKS, timeout_seconds=60.0
+                        dist.PrefixStore(name, group.store),
+                        rank,
+                        RANKS,
+                        timeout_seconds=HANG_SECONDS,
                     ),
                 )
             except ValueError as error:
@@ -158,7 +162,9 @@ def test_a_disk_that_fills_up_takes_the_trace_and_never_the_model(kilobytes, tmp
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(out)], check=True)
     try:
         command = [sys.executable, "-m", "gossipgrad", "train", "--nproc", "3", "--epochs", "10"]
-        found = subprocess.run([*command, "--quiet", "--out", str(out / "run")], timeout=100)
+        found = subprocess.run(
+            [*command, "--quiet", "--out", str(out / "run")], timeout=HANG_SECONDS
+        )
         assert found.returncode == 0
         assert load_file(out / "run" / "model.safetensors")
         assert json.loads((out / "run" / "summary.json").read_text())["accuracy"] > 0.7

@@ -11,6 +11,7 @@ from gossipgrad.train._ending import Ending
 from gossipgrad.train._layout import RunDir
 from support.hanging_store import Hanging
 from support.results import result
+from support.waiting import HANG_SECONDS
 
 LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
 HOW = {"from_rank": 1, "generation": 2, "when_seconds": 1e9}
@@ -85,7 +86,7 @@ class Run:
     def all(self):
         """What each came to: the summary if it put the run together."""
         for thread in self._threads:
-            thread.join(30)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive()
         return {
             rank: None if not isinstance(end, Outcome) else end.summary
@@ -150,7 +151,7 @@ def test_when_it_dies_over_it_the_others_say_where_the_weights_are(tmp_path, mon
         dying.setattr(_ending, "finish", die)
         for rank in range(RANKS):
             run.end(store, rank)
-        run._threads[0].join(30)
+        run._threads[0].join(HANG_SECONDS)
     run.all()
     for rank in (1, 2, 3):
         assert str(run.run_dir.partial) in str(run.ends[rank])

@@ -20,7 +20,7 @@ from gossipgrad.train import Job, JobError
 from gossipgrad.train._resume import reopen
 from support.alone import begin_alone, train_alone
 from support.launched import count
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 _MODULE = """
 import torch
@@ -85,7 +85,7 @@ def train(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
@@ -119,11 +119,11 @@ def test_a_worker_joins_a_job_of_the_user(project: Path):
     command = [sys.executable, "-m", "gossipgrad", "train", "--job", "mine.jobs:regression"]
     options = ["--nproc", "2", "--epochs", "100000", "--out", "run", "--log-every", "1", "--quiet"]
     with subprocess.Popen([*command, *options], cwd=project) as running:
-        until((project / "run" / "invitation.json").exists, timeout_seconds=100)
+        until((project / "run" / "invitation.json").exists)
         joining = subprocess.Popen([*command[:4], "--join", "run", "--quiet"], cwd=project)
-        until(lambda: count(project / "run", 2) > 5, timeout_seconds=100)
+        until(lambda: count(project / "run", 2) > 5)
         running.send_signal(signal.SIGINT)
-        assert joining.wait(100) == 0
+        assert joining.wait(HANG_SECONDS) == 0
     assert running.returncode == 128 + signal.SIGINT
     assert [one["rank"] for one in summary(project / "run")["joined"]] == [2]
 

@@ -22,7 +22,7 @@ from support.launched import (
     workers,
 )
 from support.processes import run_processes
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
 ENDLESS = 10_000
@@ -49,7 +49,7 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
         told["mode"] = (tmp_path / "invitation.json").stat().st_mode & 0o777
         for one in joining:
             one.send_signal(signal.SIGINT)
-        told["said"] = [one.communicate(timeout=100)[0] for one in joining]
+        told["said"] = [one.communicate(timeout=HANG_SECONDS)[0] for one in joining]
         told["codes"] = [one.returncode for one in joining]
         kill(0)()
         wait_for_more(tmp_path, 1, "epoch", 2)
@@ -97,7 +97,7 @@ def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for thread in threads:
-            thread.join(100)
+            thread.join(HANG_SECONDS)
 
     with after_steps(tmp_path, 20, join):
         outcome = run(config(tmp_path, nproc=2, epochs=150, trace=0))

@@ -23,6 +23,7 @@ from gossipgrad.train import (
 )
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._lock import hold_lock
+from support.waiting import HANG_SECONDS
 
 HOLDS_ITS_LOCK = """
 import fcntl, sys, time
@@ -91,10 +92,10 @@ def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypat
     refused, store = [], dist.HashStore()
 
     def train(config, job, run_dir, *, rank, **_):
-        assert rank or has_begun.wait(30)
+        assert rank or has_begun.wait(HANG_SECONDS)
         if rank == 1:
             has_begun.set()
-            assert has_ended.wait(30)
+            assert has_ended.wait(HANG_SECONDS)
             refused.append(is_refused(run_dir))
         raise RunFailedError("enough")
 
@@ -108,9 +109,9 @@ def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypat
     ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    ranks[0].join(60)
+    ranks[0].join(HANG_SECONDS)
     has_ended.set()
-    ranks[1].join(60)
+    ranks[1].join(HANG_SECONDS)
     assert refused == [True]
     assert not is_refused(run_dir)
 

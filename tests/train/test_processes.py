@@ -118,7 +118,7 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
 
         with pause(1):
             go_on()
-            until(others_went_on, timeout_seconds=60)
+            until(others_went_on)
         waited_in_none.append(True)
 
     options = GossipConfig(mode="stale", max_staleness=1)

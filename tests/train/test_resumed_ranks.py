@@ -73,7 +73,7 @@ CUT_SHORT = [
 def played(tmp_path_factory):
     """The folder of all runs, and what each act came to by rank."""
     folder = tmp_path_factory.mktemp("runs")
-    options = {"timeout_seconds": 100, "grouped": False}
+    options = {"grouped": False}
     found = run_processes(RANKS, play, str(folder), RANKS, ACTS, **options)
     return folder, found
 

@@ -11,6 +11,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, World, _files, _worker, run
 from gossipgrad.train._layout import RunDir
 from support.hanging_store import Hanging
+from support.waiting import HANG_SECONDS
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def take_part(*ranks, size=2, **options):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     return [ends[rank] for rank in ranks]
 

@@ -13,7 +13,7 @@ from gossipgrad.train._layout import RunDir
 from gossipgrad.train._worker import run_in_world
 from gossipgrad.train._world import World, find_world, open_store, slurm_rendezvous
 from support.processes import run_processes
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 from support.world_rank import stopped_by_signal, waits_alone
 
 
@@ -84,9 +84,9 @@ def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=waits_alone, args=(dict(os.environ), str(tmp_path)))
     process.start()
-    until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)
+    until(lambda: is_listening(int(os.environ["MASTER_PORT"])))
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(HANG_SECONDS)
     assert process.exitcode == 130
     errors = (tmp_path / "errors").read_text()
     assert "gossipgrad: stopped by SIGINT before all ranks had started" in errors
@@ -113,11 +113,9 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     strategy, first, tmp_path
 ):
     options = free_port(), str(tmp_path), strategy, first, 0.3
-    ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100, grouped=False)
+    ended = run_processes(2, stopped_by_signal, *options, grouped=False)
     assert ended[0][0] == ended[first][0] == 130, "the other may end before it has the signal"
-    for _, seconds, _ in ended:
-        assert seconds < 30, "nobody has waited for as long as one waits that is told alone"
-    summary = ended[0][2]
+    summary = ended[0][1]
     assert (summary["interrupted"], summary["stopped_by"]) == (True, "SIGINT")
     assert summary["steps_per_rank"] == [summary["steps"]] * 2
     assert summary["model_is_consensus"]
