@@ -26,7 +26,7 @@ from gossipgrad.cli._plan import PlanOptions
 from gossipgrad.cli._probe import ProbeOptions
 from gossipgrad.cli._profile import ProfileOptions
 from gossipgrad.cli._simulate import SimulateOptions
-from gossipgrad.cli._train import parse
+from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
 from support.agents import run_torchrun
@@ -179,6 +179,18 @@ COMMANDS = [
     if re.match(r"(\$ )?((\w+=\S+ )*gossipgrad|torchrun|srun|python) ", line)
 ]
 
+# Inside a sentence; a name alone, such as `gossipgrad launch`, is no command to type.
+COMMANDS += [
+    (page, command)
+    for page in dict.fromkeys(
+        ("README.md", "recipes/README.md", *(f"docs/{p.name}" for p in PAGES))
+    )
+    for command in re.findall(
+        r"`((?:srun [^`]*)?gossipgrad [a-z]+ [^`]+)`",
+        re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL),
+    )
+]
+
 
 PARSED = {
     "advise": AdviseOptions,
@@ -201,7 +213,11 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
         assert f"Save this as `{script}`" in (ROOT / page).read_text() or (ROOT / script).exists()
         return
     name, *options = words[words.index("gossipgrad") + 1 :]
-    if name == "train":
+    if options[-1] in ("--nproc", "--join", "--config"):  # a sentence about the option itself
+        return
+    if name == "train" and "--join" in options:
+        assert parse_join(options) is not None
+    elif name == "train":
         for variable in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(variable, raising=False)
         if "--resume" in options:

@@ -1,5 +1,6 @@
 import runpy
 import sys
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gossipgrad.cli import _main
 from gossipgrad.cli._demo import compare
 from gossipgrad.cli._train import parse, print_outcome
 from gossipgrad.errors import GossipError
-from gossipgrad.train import Outcome, RunFailedError, TrainConfig
+from gossipgrad.train import Outcome, RunFailedError, TrainConfig, options_by_section
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
@@ -133,12 +134,50 @@ def saved(tmp_path):
     return save
 
 
-def test_another_optimizer_brings_its_own_learning_rate(saved):
+def test_another_optimizer_brings_its_own_learning_rate(saved, tmp_path):
     assert parse([*saved(), "--optimizer", "adamw"]).lr is None
     assert parse([*saved(), "--optimizer=adamw", "--lr=0.1"]).lr == 0.1
     assert parse([*saved(lr=0.5), "--optimizer", "sgd"]).lr == 0.5
+    run = tmp_path / "run"
+    run.mkdir()
+    TrainConfig(lr=0.5).resolved(nproc=2, out=run).write(run / "config.json", {})
+    with pytest.warns(UserWarning, match=rf"lr=0\.5 of {run} is not used"):
+        parse(["--resume", str(run), "--optimizer", "adamw"])
     with pytest.warns(UserWarning, match=r"lr=0\.5 of .*json is not used: it belongs to sgd"):
         assert parse([*saved(lr=0.5), "--optimizer", "adamw"]).lr is None
+
+
+@pytest.mark.parametrize(
+    ("line", "gossip", "roots"),
+    [
+        ("--mode stale --max-staleness 8", 8, 5),
+        ("--mode stale --max-staleness=5", 5, 5),
+        ("--strategy allreduce --optimizer soap --refresh background --max-staleness 0", 2, 0),
+        ("--optimizer soap --second-order.max-staleness 3 --mode stale", 2, 3),
+    ],
+)
+def test_a_short_name_goes_to_the_owner_that_is_chosen(line, gossip, roots):
+    options = parse(line.split()).options
+    assert options["gossip"].max_staleness == gossip
+    assert options["second_order"].max_staleness == roots
+
+
+def test_a_short_name_with_two_owners_is_refused():
+    with pytest.raises(ValueError, match=r"--gossip\.max-staleness or --second-order\.max"):
+        parse(["--optimizer", "soap", "--mode", "stale", "--max-staleness", "3"])
+
+
+def test_no_option_of_a_section_has_the_name_of_another_option():
+    """A short name would reach that one alone."""
+    for kind in options_by_section().values():
+        assert not {f.name for f in fields(kind)} & {f.name for f in fields(TrainConfig)}
+
+
+def test_resume_without_a_folder_is_explained_with_all_options(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--resume"])
+    assert "--resume" in (told := capsys.readouterr().err)
+    assert "--optimizer" not in told, "the usage of an inner parser"
 
 
 def test_a_given_world_replaces_the_saved_number_of_processes(saved, monkeypatch):

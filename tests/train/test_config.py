@@ -114,7 +114,7 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
         ({"wandb": 3}, "wandb is 3, but must be text or None"),
         ({"out": 3}, "out is 3, but must be a path or None"),
         ({"options": {"gossip": 3}}, "gossip is 3, but must hold options by their names"),
-        ({"options": {"gosip": {}}}, "options has 'gosip', but no strategy has such options; ther"),
+        ({"options": {"gosip": {}}}, "options has 'gosip', but there is no such section"),
         ({"options": {"gossip": {"evry": 2}}}, "option 'evry' is not known to GossipConfig"),
         ({"options": 3}, "options is 3, but must be a dict"),
     ],

@@ -58,8 +58,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(alone, tmp_path):
 
 
 def test_a_second_order_run_goes_on_bit_for_bit_with_roots_on_their_way(alone, tmp_path):
-    options = {"optimizer": "soap", "refresh": "background", "refresh_every": 4, "lr": 3e-3}
-    options |= {"max_staleness": 3, "max_dim": 64, "trace": 40}
+    roots = {"refresh": "background", "refresh_every": 4, "max_staleness": 3, "max_dim": 64}
+    options = {"optimizer": "soap", "lr": 3e-3, "trace": 40, "options": {"second_order": roots}}
     whole, run_dir = alone("whole", epochs=2, **options)
     assert whole.accuracy > 0.8
     assert '"root"' in run_dir.rank_trace(0).read_text()

@@ -22,6 +22,7 @@ from gossipgrad.train import (
     join_run,
     options_by_section,
     run,
+    sections_of,
     show_metric,
 )
 
@@ -43,7 +44,8 @@ class TrainOptions(TrainConfig):
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
     With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. With
     --join DIR one more worker comes into a run that is training and whose strategy allows it.
-    Options of a strategy may be written short where no other has one of that name.
+    Options of a section, such as --gossip.every, may be written short: --every. Where several
+    sections have one of that name, it is that of the chosen strategy or optimizer.
     The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
     model.safetensors, trace.json and report.html.
     """
@@ -83,10 +85,11 @@ def parse(arguments: list[str]) -> TrainConfig:
         ValueError: A value is not allowed, or `--config` or `--resume` names no configuration.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # A value that is missing is for the parser of all options to report.
     for name in ("--config", "--resume"):
-        first.add_argument(name, type=Path)
+        first.add_argument(name, type=Path, nargs="?")
     for name in ("--optimizer", "--lr"):
-        first.add_argument(name)
+        first.add_argument(name, nargs="?")
     given = first.parse_known_args(arguments)[0]
     if given.config is not None and given.resume is not None:
         raise ValueError(
@@ -98,8 +101,9 @@ def parse(arguments: list[str]) -> TrainConfig:
         saved = config_of_run(given.resume)
     if given.optimizer not in (None, saved.optimizer) and given.lr is None:
         if saved.lr not in (None, DEFAULT_LR[saved.optimizer]):
+            source = given.config or given.resume
             warnings.warn(
-                f"lr={saved.lr} of {given.config} is not used: it belongs to {saved.optimizer}; "
+                f"lr={saved.lr} of {source} is not used: it belongs to {saved.optimizer}; "
                 "give --lr to keep it.",
                 stacklevel=2,
             )
@@ -160,8 +164,9 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
 
 
 def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
-    chosen = _strategy_of(arguments) or default.strategy
-    own = STRATEGIES[chosen].section.replace("_", "-") if chosen in STRATEGIES else ""
+    strategy = _last_given("--strategy", arguments) or default.strategy
+    optimizer = _last_given("--optimizer", arguments) or default.optimizer
+    own = sections_of(strategy=strategy, optimizer=optimizer)
     return tyro.cli(
         TrainOptions,
         args=[_in_full(argument, own) for argument in arguments],
@@ -170,35 +175,36 @@ def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
     )
 
 
-def _strategy_of(arguments: list[str]) -> str | None:
-    """What `--strategy` is given, the last time."""
+def _last_given(name: str, arguments: list[str]) -> str | None:
+    """The value of an option; the last one, if it is given several times."""
     chosen = None
     for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
         option, is_joined, value = argument.partition("=")
-        if option == "--strategy":
+        if option == name:
             chosen = value if is_joined else after
     return chosen
 
 
-def _in_full(argument: str, own: str) -> str:
-    """An option of a strategy, written short, in full: --gossip.every=2 for --every=2.
+def _in_full(argument: str, own: list[str]) -> str:
+    """An option of a section, written short, in full: --gossip.every=2 for --every=2.
 
-    Where several have one of that name, it is that of the chosen strategy, whose section is `own`.
+    Where several sections have one of that name, it is that of the chosen strategy or optimizer,
+    whose sections are `own`.
 
     Raises:
-        ValueError: Several other strategies have an option of that name.
+        ValueError: It has several owners, and not one of them alone is chosen.
     """
     option = argument.partition("=")[0]
     name = option.removeprefix("--").replace("_", "-")
     negation = "no-" * name.startswith("no-")
     name = name.removeprefix("no-")
-    sections = _sections_by_name().get(name, [])
-    if not option.startswith("--") or not sections or name in _names(TrainOptions):
+    owners = _sections_by_name().get(name, [])
+    if not option.startswith("--") or not owners:
         return argument
-    sections = [own] if own in sections else sections
-    full = [f"--{section}.{negation}{name}" for section in sections]
+    owners = [one for one in owners if one.replace("-", "_") in own] or owners
+    full = [f"--{owner}.{negation}{name}" for owner in owners]
     if len(full) > 1:
-        raise ValueError(f"{option} is an option of several strategies: write {' or '.join(full)}.")
+        raise ValueError(f"{option} has several owners: write {' or '.join(full)}.")
     return full[0] + argument[len(option) :]
 
 

@@ -12,6 +12,7 @@ from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
 from ._run import run as run
+from ._second_order import SecondOrderConfig as SecondOrderConfig
 from ._world import World as World
 from ._world import find_world as find_world
 from ._world import open_store as open_store
@@ -21,3 +22,4 @@ from .strategies import GossipConfig as GossipConfig
 from .strategies import PostLocalConfig as PostLocalConfig
 from .strategies import SparseConfig as SparseConfig
 from .strategies import options_by_section as options_by_section
+from .strategies import sections_of as sections_of

@@ -12,7 +12,16 @@ from typing import Any, Literal
 from ._files import write_whole
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
-from .strategies import Setting, Strategy, check_options, find, options_by_section
+from ._second_order import SECOND_ORDER, SecondOrderConfig
+from .strategies import (
+    SECOND_ORDER_SECTION,
+    Setting,
+    Strategy,
+    check_options,
+    find,
+    options_by_section,
+    sections_of,
+)
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {
@@ -24,7 +33,6 @@ DEFAULT_LR = {
     "kl-shampoo": 3e-3,
     "shampoo": 1e-3,
 }
-SECOND_ORDER = ("soap", "kl-shampoo", "shampoo")
 _MOST_THREADS = 1024
 # What config.json holds beside the options.
 _NOTES = ("lr_formula", "strategy_is", "unused", "versions")
@@ -55,15 +63,6 @@ class TrainConfig:
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
     for all else (convolutions, embeddings, heads, biases and norms). soap, kl-shampoo, shampoo:
     preconditioned by second-order statistics, AdamW for embeddings, biases and norms."""
-    refresh: Literal["synchronous", "staggered", "background"] = "staggered"
-    """When soap, kl-shampoo and shampoo compute their roots: all in one step, a share in each step,
-    or in a thread while training goes on."""
-    refresh_every: int = 10
-    """Steps from one root of a block to the next."""
-    max_staleness: int = 5
-    """Steps that a root may take to compute with refresh background."""
-    max_dim: int = 512
-    """Rows and columns of a block of soap, kl-shampoo and shampoo, at most."""
     epochs: int = 20
     """Passes over the training part, each rank over its share."""
     batch_size: int = 16
@@ -125,8 +124,8 @@ class TrainConfig:
     """Encrypt exchanges of gossip and the rows of shuffle ring, with the secret in the file that
     GOSSIPGRAD_SECRET_FILE names, on every rank; on if that is set. Collectives are not."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of strategies, by section: {"gossip": GossipConfig(every=2)}, or their values by
-    name, {"gossip": {"every": 2}}. What is not given has its default."""
+    """Options of strategies and optimizers, by section: {"gossip": GossipConfig(every=2)}, or their
+    values by name, {"gossip": {"every": 2}}. What is not given has its default."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, in DIR/checkpoints, and one at the end or the stop: a run that has
     them can be resumed. None: none are saved."""
@@ -164,10 +163,10 @@ class TrainConfig:
             self,
             1,
             *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
-            *("threads", "checkpoint_every", "keep_checkpoints", "refresh_every", "max_dim"),
+            *("threads", "checkpoint_every", "keep_checkpoints"),
         )
         times = ("shuffle_deadline_seconds", "start_seconds")
-        counts = ("seed", "trace", "data_threads", "warmup_epochs", "max_staleness")
+        counts = ("seed", "trace", "data_threads", "warmup_epochs")
         check_at_least(self, 0, "weight_decay", *counts, *times)
         check_rule(self, "finite", lambda value: value < math.inf, "weight_decay", *times)
         check_rule(
@@ -246,6 +245,16 @@ class TrainConfig:
         """The options of the strategy, None if it has none."""
         return self.options[self.traits.section] if self.traits.options_type else None
 
+    @property
+    def second_order(self) -> SecondOrderConfig:
+        """The options of optimizer soap, kl-shampoo and shampoo."""
+        return self.options[SECOND_ORDER_SECTION]
+
+    @property
+    def sections_in_use(self) -> list[str]:
+        """The sections of the strategy and of the optimizer, if they have any."""
+        return sections_of(strategy=self.strategy, optimizer=self.optimizer)
+
     def setting(self, world_size: int, *, total_steps: int = 0) -> Setting:
         """What a strategy may know of the run, on so many ranks and of so many steps."""
         known = {field.name for field in dataclasses.fields(Setting)} - {
@@ -293,11 +302,16 @@ class TrainConfig:
     def _unused(self) -> list[tuple[str, str, str]]:
         """Options that others leave without use: the section, the name, and why."""
         strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
-        own = self.traits.section if self.traits.options_type else None
+        own = self.sections_in_use
         unused: list[tuple[str, str, str]] = []
         for section, kind in options_by_section().items():
-            why = {field.name: strategy for field in dataclasses.fields(kind)}
-            if section == own:
+            owner = (
+                f"optimizer is {self.optimizer}" if section == SECOND_ORDER_SECTION else strategy
+            )
+            why = {field.name: owner for field in dataclasses.fields(kind)}
+            if section == SECOND_ORDER_SECTION and section in own:
+                why = self.second_order.unused()
+            elif section in own:
                 setting = self.setting(self.nproc or 0)
                 why = self.traits.unused(self.strategy_options, setting)
             unused += [(section, name, reason) for name, reason in why.items()]
@@ -312,11 +326,6 @@ class TrainConfig:
             unused.append(("", "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":
             unused.append(("", "momentum", f"optimizer is {self.optimizer}"))
-        if self.optimizer not in SECOND_ORDER:
-            names = ("refresh", "refresh_every", "max_staleness", "max_dim")
-            unused += [("", name, f"optimizer is {self.optimizer}") for name in names]
-        elif self.refresh != "background":
-            unused.append(("", "max_staleness", f"refresh is {self.refresh}"))
         if self.checkpoint_every is None:
             unused.append(("", "keep_checkpoints", "there are none without checkpoint_every"))
         if self.lr_schedule != "step":

@@ -9,9 +9,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import gossipgrad as gg
 from gossipgrad.models import heads
 
-from ._config import SECOND_ORDER, TrainConfig
+from ._config import TrainConfig
 from ._job import Job
 from ._learning_rate import LearningRate
+from ._second_order import SECOND_ORDER
 
 
 def make_optimizers(
@@ -70,7 +71,8 @@ def make_optimizers(
 
 
 def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
-    every, late = config.refresh_every, config.max_staleness
+    options = config.second_order
+    every, late = options.refresh_every, options.max_staleness
     policies = {
         "synchronous": lambda: gg.Synchronous(every),
         "staggered": lambda: gg.Staggered(every),
@@ -81,8 +83,8 @@ def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
         model,
         lr=config.learning_rate.peak,
         weight_decay=config.weight_decay,
-        max_dim=config.max_dim,
-        refresh=policies[config.refresh](),
+        max_dim=options.max_dim,
+        refresh=policies[options.refresh](),
     )
 
 

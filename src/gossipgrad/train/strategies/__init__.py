@@ -2,10 +2,12 @@
 
 from ._gossip import GossipConfig as GossipConfig
 from ._post_local import PostLocalConfig as PostLocalConfig
+from ._registry import SECOND_ORDER_SECTION as SECOND_ORDER_SECTION
 from ._registry import STRATEGIES as STRATEGIES
 from ._registry import check_options as check_options
 from ._registry import find as find
 from ._registry import options_by_section as options_by_section
+from ._registry import sections_of as sections_of
 from ._sparse import SparseConfig as SparseConfig
 from ._stopping import StopFlag as StopFlag
 from ._strategy import GROUP as GROUP

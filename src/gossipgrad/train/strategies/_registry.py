@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gossipgrad.train._options import from_plain
+from gossipgrad.train._second_order import SECOND_ORDER, SecondOrderConfig
 
 from ._agd import Agd
 from ._all_reduce import AllReduceStrategy
@@ -29,6 +30,8 @@ STRATEGIES: dict[str, Strategy] = {
     )
 }
 
+SECOND_ORDER_SECTION = "second_order"
+
 
 def find(name: str) -> Strategy:
     """The strategy of that name.
@@ -42,8 +45,16 @@ def find(name: str) -> Strategy:
 
 
 def options_by_section() -> dict[str, type]:
-    """What options of strategies are made of, by the sections of `config.json` they stand in."""
-    return {one.section: one.options_type for one in STRATEGIES.values() if one.options_type}
+    """Return the types of options by section: those of strategies, and of the optimizers."""
+    sections = {one.section: one.options_type for one in STRATEGIES.values() if one.options_type}
+    return sections | {SECOND_ORDER_SECTION: SecondOrderConfig}
+
+
+def sections_of(*, strategy: str, optimizer: str) -> list[str]:
+    """Return the sections whose options a run uses; a strategy that is not known has none."""
+    found = STRATEGIES.get(strategy)
+    sections = [found.section] if found is not None and found.options_type else []
+    return sections + [SECOND_ORDER_SECTION] * (optimizer in SECOND_ORDER)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +68,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     types = options_by_section()
     if unknown := options.keys() - types.keys():
         raise ValueError(
-            f"options has {unknown.pop()!r}, but no strategy has such options; there are "
+            f"options has {unknown.pop()!r}, but there is no such section; there are "
             f"{', '.join(types)}."
         )
     return {
