@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._files import sync_folder, tensor_chunks, write_file
+from ._files import sync_folder
 from ._layout import Manifest, folder_of, manifest, whole_of
 from ._load import read_state
-from ._tree import DTYPE_NAMES
+from ._model import check_types, write_safetensors
 
 # Behind the key of the weights: the names that the model's own `state_dict()` has for them.
 _NAMES = "_names"
@@ -98,17 +98,15 @@ def export_safetensors(
         folder = folder_of(directory, whole.step, rank)
         tensors = _replica_of(folder, whole, key)
         metadata = {"replica": f"rank {rank} of {whole.world_size}"}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(
-                f"{name!r} is of {tensor.dtype}, which safetensors files do not hold: use "
-                "consensus() or load(), which do"
-            )
+    try:
+        check_types(tensors)
+    except ValueError as error:
+        raise ValueError(f"{error}: use consensus() or load(), which do") from None
     metadata |= {"format": "pt", "step": str(whole.step), "run": whole.run}
     # Of no name that somebody else may have: a file that is there is never touched.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        write_file(partial, tensor_chunks(tensors, metadata))
+        write_safetensors(partial, tensors, metadata)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

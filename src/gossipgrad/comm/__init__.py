@@ -48,6 +48,7 @@ from gossipgrad.comm._replica_state import misfit as misfit
 from gossipgrad.comm._replica_state import parameters_of as parameters_of
 from gossipgrad.comm._replica_state import plain as plain
 from gossipgrad.comm._replica_state import replica_state as replica_state
+from gossipgrad.comm._replica_state import saved_tensors as saved_tensors
 from gossipgrad.comm._replica_state import trained_parameters as trained_parameters
 from gossipgrad.comm._same_start import agree_on as agree_on
 from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica

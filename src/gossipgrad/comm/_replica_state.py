@@ -320,9 +320,16 @@ def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> 
 
 
 def _own_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names of `state_dict()` without calling it: its hooks may communicate."""
     kept = {id(tensor): name for name, tensor in named.items()}
-    names: dict[str, str] = {}
+    return {name: kept[id(tensor)] for name, tensor in saved_tensors(model).items()}
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of `state_dict()` by name without calling it: its hooks may communicate.
+
+    Tied tensors are the same object under several names. Extra states are left out.
+    """
+    saved: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         before = f"{path}." if path else ""
         own: dict[str, Tensor] = dict(
@@ -331,8 +338,8 @@ def _own_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set:
                 own[before + name] = buffer
-        names |= {name: kept[id(tensor)] for name, tensor in own.items()}
-    return names
+        saved |= own
+    return saved
 
 
 def _with_extra(model: nn.Module) -> dict[str, nn.Module]:

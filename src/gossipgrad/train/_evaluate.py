@@ -35,7 +35,7 @@ class Evaluation:
     final: bool
     """Whether this was the last one: a rank asked for that, here or elsewhere."""
     weights: dict[str, Tensor]
-    """The model that was evaluated, copied if final; empty otherwise."""
+    """What `checkpoint.model_tensors` gave for the evaluated model if final; empty otherwise."""
     disagreement: float | None = None
     """How far the replicas' predictions are apart, where it was measured."""
 
@@ -122,12 +122,3 @@ def mean_of(total: Float[Tensor, "2"]) -> float:
     """The mean of values whose sum and number are given, NaN of none."""
     values, count = total.tolist()
     return values / count if count else math.nan
-
-
-def copy_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model in memory of their own.
-
-    Not by `state_dict()`, which a session warns of: here each rank's own replica is meant.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in tensors}

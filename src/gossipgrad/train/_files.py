@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors.torch import save
 from torch import Tensor, nn
 
+from gossipgrad.checkpoint import model_tensors, write_safetensors
 from gossipgrad.errors import GossipError
 
 from ._layout import RunDir
@@ -101,7 +101,7 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
     Raises:
         GossipError: There is no such space.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = model_tensors(model, copy=False).values()
     size_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors) + _HEADER_BYTES
     path, way_out = run_dir.rank_model(rank), "make room, or name another folder with --out"
     with suppress(OSError), _explaining_full_disk(run_dir, way_out), path.open("wb") as file:
@@ -118,12 +118,8 @@ def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> No
     path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to go on from"
     if run_dir.holds_checkpoints:
         way_out = f"make room, and go on from the last checkpoint with --resume {run_dir.path}"
-    with (
-        _explaining_full_disk(run_dir, way_out),
-        path.open("r+b" if path.exists() else "wb") as file,
-    ):
-        file.write(save(dict(weights)))
-        file.truncate()
+    with _explaining_full_disk(run_dir, way_out):
+        write_safetensors(path, weights, {"format": "pt"})
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset, default_collate
 
+from gossipgrad.checkpoint import try_to_write
 from gossipgrad.data import Samples, TensorSamples, num_batches
 from gossipgrad.errors import GossipError
 
@@ -150,7 +151,9 @@ class Job:
         return list(optimizers)
 
     def try_out(self, batch_size: int, device: torch.device) -> None:
-        """Take two samples through model, loss and metric; changes the model's gradients.
+        """Take two samples through model, loss and metric, and the model through its export.
+
+        Changes the model's gradients.
 
         Raises:
             JobError: An attribute cannot work; the message names it.
@@ -179,6 +182,14 @@ class Job:
             else:
                 _tried("metric", lambda outputs=outputs, y=y: self.measure(outputs, y))
         self.make_optimizers()
+        try:
+            try_to_write(model)
+        except Exception as error:
+            raise JobError(
+                f"Job.model could not be exported at the end of the run: {error}. Use a parameter "
+                "or buffer of another type, such as torch.complex64 or torch.float32, or a buffer "
+                "with persistent=False."
+            ) from error
 
 
 class DatasetSamples:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
+from gossipgrad.checkpoint import model_tensors, write_safetensors
 from gossipgrad.data import ElasticBatches
 from gossipgrad.errors import EvictedError
 from gossipgrad.second_order import SecondOrder
@@ -26,7 +26,7 @@ from ._batches import (
 from ._checkpoints import Checkpoints, LoopState, begin_from_consensus
 from ._config import TrainConfig
 from ._device import find_device
-from ._evaluate import Evaluation, TestPart, copy_of
+from ._evaluate import Evaluation, TestPart
 from ._files import reserve_model, write_model
 from ._invitation import invite, withdraw
 from ._job import Job, JobError
@@ -378,5 +378,5 @@ def _saved_if_evicted(model: nn.Module, path: Path) -> Iterator[None]:
     try:
         yield
     except EvictedError as error:
-        path.write_bytes(save(copy_of(model)))
+        write_safetensors(path, model_tensors(model))
         raise EvictedError(f"{error} ({path})") from error

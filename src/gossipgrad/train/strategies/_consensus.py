@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from gossipgrad.checkpoint import model_tensors
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
-from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
+from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
 from ._strategy import RunningStrategy, Traffic, ring_bytes
 
@@ -117,5 +118,5 @@ def consensus_evaluation(
                 is_consensus=True,
                 consensus_distance=session.stats().consensus_distance,
                 final=last,
-                weights=copy_of(model) if last else {},
+                weights=model_tensors(model) if last else {},
             )

@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gossipgrad.checkpoint import model_tensors
 from gossipgrad.comm import distance_to_mean, mean_buffers
-from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
+from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
 from ._stopping import LockstepStop, explain
 from ._strategy import RunningStrategy, Traffic, all_ranks
@@ -103,7 +104,7 @@ class Lockstep(RunningStrategy):
                     is_consensus=True,
                     consensus_distance=self._consensus_distance(),
                     final=final,
-                    weights=copy_of(self._replica) if final else {},
+                    weights=model_tensors(self._replica) if final else {},
                 )
         except RuntimeError as error:
             raise explain(error, "an evaluation") from error

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad.checkpoint import model_tensors
 from gossipgrad.comm import Group, Heartbeats
 from gossipgrad.engine import Session
-from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
+from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 
 # The private group in which the ranks of a strategy meet that goes on without lost ones.
@@ -338,7 +339,7 @@ def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) 
         is_consensus=is_consensus,
         consensus_distance=None,
         final=final,
-        weights=copy_of(model) if final else {},
+        weights=model_tensors(model) if final else {},
     )
 
 
