@@ -143,7 +143,6 @@ def test_a_rank_that_stalls_holds_nobody_up():
     assert at < 25
     assert steps < 30
     assert stats.void_rounds >= 30  # those it slept through
-    assert max(stats.exposed_seconds for _, _, stats, _ in found) < 0.1
 
 
 def test_a_rank_at_half_speed_takes_half_the_steps_and_ends_with_the_others():

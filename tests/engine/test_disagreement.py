@@ -7,6 +7,7 @@ from torch import nn
 import gossipgrad as gg
 from support.replicas import network, plain_sgd
 from support.sessions import run_sessions
+from support.waiting import NEVER_SECONDS
 
 BATCH = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
 
@@ -105,6 +106,6 @@ def test_is_of_those_that_live():
         me.train_until(lambda: len(me.session.membership.living) == 2)
         return me.session.disagreement(BATCH)
 
-    quick = gg.Heartbeats(silent_seconds=2.0, lease_seconds=1.0, interval_seconds=0.1)
+    quick = gg.Heartbeats(interval_seconds=0.1, silent_seconds=NEVER_SECONDS)
     first, second, _ = run_sessions(3, use, heartbeats=quick, leaves_together=False)
     assert first == second > 0

@@ -46,10 +46,9 @@ def test_a_batch_that_is_dropped_costs_no_later_step(where):
                     me.optimizer.zero_grad()
                     me.optimizer.step()
         me.session.consensus_distance()  # rank 0 may have had fewer rounds
-        return me.longest_seconds, me.outcomes
+        return me.outcomes
 
-    for longest, outcomes in run_sessions(4, use, **BOTH):
-        assert longest < 10.0
+    for outcomes in run_sessions(4, use, **BOTH):
         assert outcomes["delivered"] >= 9
         assert where == "in the update" or outcomes["late"] == outcomes["void"] == 0
 

@@ -72,7 +72,7 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
         mix(me, met, 4)
         mean = me.mean()
         if me.session.rank == me.session.membership.joined[3].donor:  # a thread of its own counts
-            until(lambda: me.session.stats().replicas_given, 60.0)
+            until(lambda: me.session.stats().replicas_given)
         stats, position = me.session.stats(), me.session.position
         me.session.group.barrier()
         return mean, me.session.membership, position, stats
@@ -167,7 +167,7 @@ def test_nobody_is_held_up_by_a_transfer_that_takes_long(mode, sending):
 
 @pytest.mark.parametrize("mode", ["overlap", "sync", "stale"])
 def test_nobody_waits_for_one_that_has_joined_and_makes_no_step_yet(mode):
-    """Deadlines are half a minute: a single wait would be seen."""
+    """A single wait would count as a late round."""
 
     def member(me, run):
         if me.rank == 0:
@@ -180,10 +180,9 @@ def test_nobody_waits_for_one_that_has_joined_and_makes_no_step_yet(mode):
         me.train_until(stepped.is_set)
         me.train(3)
         assert after.late_rounds == before.late_rounds or mode == "stale"
-        assert after.exposed_seconds - before.exposed_seconds < 5.0
 
     def joiner(me, run):
-        until(lambda: made == {0, 1}, 60.0)
+        until(lambda: made == {0, 1})
         me.train_until(lambda: delivered(me) > 0)
         stepped.set()
         return me.session.position - max(began.values())

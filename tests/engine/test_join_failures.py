@@ -1,6 +1,8 @@
 """Joining when something goes wrong: a donor or joiner dies or fails, the run is over."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import networkx
 import pytest
@@ -9,11 +11,12 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
+from gossipgrad.engine import _joiner
 from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 SETTINGS = {"topology": "matching", "heartbeats": QUICK}
 
@@ -52,7 +55,7 @@ def past_run():
     run_open(2, member, lambda me, run: None, newcomers=0)
     run, address = left[0]
     store = dist.PrefixStore("run/members/1", run.connect())
-    until(lambda: not Record(store).read().living, 60.0)
+    until(lambda: not Record(store).read().living)
     return address, run
 
 
@@ -62,7 +65,7 @@ def test_a_joiner_whose_donor_dies_in_the_middle_may_try_again(monkeypatch):
     def hanging(copy, buffer):
         if threading.current_thread().name == "gossipgrad-donor" and not begun.is_set():
             begun.set()
-            until(lambda: donors, 60.0)
+            until(lambda: donors)
             raise ScriptedDeathError("the process is gone, and this thread with it")
         save(copy, buffer)
 
@@ -104,13 +107,14 @@ def test_a_joiner_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_els
     def hanging(copy, buffer):
         if threading.current_thread().name == "gossipgrad-donor":
             begun.set()
-            until(gave_up.is_set, 60.0)
+            until(gave_up.is_set)
         save({**copy, "large": torch.zeros(1 << 20)}, buffer)
 
     monkeypatch.setattr(torch, "save", hanging)
-    over = failing_join(monkeypatch, gg.GossipError, "within 1 s")
-    join = gg.join
-    monkeypatch.setattr(gg, "join", lambda *a, **more: join(*a, **more | {"timeout_seconds": 1.0}))
+    # Its time is over as soon as the donor has begun.
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + NEVER_SECONDS * begun.is_set())
+    monkeypatch.setattr(_joiner, "time", clock)
+    over = failing_join(monkeypatch, gg.GossipError, "no member sent its replica within")
 
     def member(me, run):
         if me.rank == 0:
@@ -153,17 +157,16 @@ def test_a_run_that_is_over_is_told(past_run):
     address, run = past_run
     model = network()
 
-    def join(address):
-        return gg.join(
-            model, sgd(list(model.parameters())), address, timeout_seconds=2.0, **SETTINGS
-        )
+    def join(address, timeout_seconds=HANG_SECONDS):
+        optimizer = sgd(list(model.parameters()))
+        return gg.join(model, optimizer, address, timeout_seconds=timeout_seconds, **SETTINGS)
 
     with pytest.raises(gg.GossipError, match="the run is over"):
         join(address)
     with pytest.raises(gg.GossipError, match="no such run"):
         join(address.replace("/run/", "/another/"))
     with pytest.raises(gg.GossipError, match="cannot be reached"):
-        join(address.replace(str(run.store.port), "1"))
+        join(address.replace(str(run.store.port), "1"), 2.0)
     with pytest.raises(ValueError, match="no address of a run"):
         join('{"host": "127.0.0.1"}')
 

@@ -1,5 +1,6 @@
 """A collective that only some ranks call says so, and is never taken for the mean of all."""
 
+import re
 import threading
 import time
 
@@ -64,7 +65,7 @@ def test_who_is_left_by_a_death_or_an_exception_goes_on_alone(end):
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "in a new generation"])
-def test_whoever_does_not_come_is_named_within_seconds(connected, caplog, monkeypatch):
+def test_whoever_does_not_come_is_named(connected, caplog, monkeypatch):
     for name, seconds in (("LATE_SECONDS", 0.3), ("_SHOWS_SECONDS", 0.05)):
         monkeypatch.setattr(f"gossipgrad.comm._rendezvous.{name}", seconds)
     come = threading.Event()
@@ -86,7 +87,7 @@ def test_whoever_does_not_come_is_named_within_seconds(connected, caplog, monkey
     run(4 if not connected else 3, use)
     assert come.is_set()
     assert len(named()) == 2, "each rank that waits says so once"
-    assert all("rank 1 " in text for text in named())
+    assert all(re.search(r"ranks? ([0-3], )*1\b", text) for text in named()), "others may be late"
 
 
 def test_the_state_of_the_consensus_comes_to_one_rank_and_leaves_the_weights_alone(recwarn):

@@ -25,7 +25,7 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
         asked = ("set", "get", "compare_set", "delete_key")
         watch._store = type("Lost", (), dict.fromkeys(asked, fail))()
         watch._reconnect = fail
-        until(lambda: watch.store_lost, 60.0)
+        until(lambda: watch.store_lost)
         delivered = me.session.stats().outcomes["delivered"]
         me.train(10)
         assert me.session.stats().outcomes["delivered"] > delivered + 4

@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub
-from support.deaths import QUICK, fall_silent, run_mortals, take_for_dead
+from support.deaths import fall_silent, run_mortals, take_for_dead
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
-PATIENT = gg.Heartbeats(interval_seconds=0.03, lease_seconds=20.0, silent_seconds=20.0)
+PATIENT = gg.Heartbeats(
+    interval_seconds=0.03, lease_seconds=NEVER_SECONDS, silent_seconds=NEVER_SECONDS
+)
 
 
 def all_equal(means):
@@ -97,14 +99,11 @@ def test_a_rank_that_dies_around_a_collective(when):
                 me.die()
             me.session._averaging.consensus = lambda *_: me.die()
             me.mean()
-        start = time.monotonic()
         if when == "in the middle":
             with pytest.raises(gg.GossipError, match="a rank has died, left or broken it off"):
                 me.mean()
         assert torch.equal(flat(me.session.replica.model), weights)
-        mean = me.mean()
-        assert time.monotonic() - start < QUICK.silent_seconds
-        return mean
+        return me.mean()
 
     means = run_mortals(4, main)
     assert means[1] is None
@@ -167,19 +166,18 @@ def test_a_rank_that_hangs_holds_the_others_up_until_it_is_given_up(where):
         me.train(3)
         if me.rank == 1:
             fall_silent(me.session)
+            time.sleep(0.2)  # the others wait
+            take_for_dead(me.session, 1)
             assert resumed.wait(HANG_SECONDS)
             return None
-        start = time.monotonic()
         if where == "a step":  # in a mode that waits, with a deadline far away
             me.train_without(1)
             me.train(5)
         mean = me.mean()
         resumed.set()
-        assert time.monotonic() - start < 40
         return mean
 
-    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=1.5, silent_seconds=3.0)
-    means = run_mortals(3, main, mode=gg.Sync(deadline_seconds=60.0), heartbeats=beats)
+    means = run_mortals(3, main, mode=gg.Sync(deadline_seconds=NEVER_SECONDS), heartbeats=PATIENT)
     assert all_equal(means)
 
 

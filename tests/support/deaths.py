@@ -11,11 +11,12 @@ from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd
 from support.sessions import Trainer
+from support.waiting import NEVER_SECONDS
 
 __all__ = ["QUICK", "Rank", "fall_silent", "run_mortals", "take_for_dead"]
 
-QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=20.0)
-"""Half a second for one whose link broke; else long: a busy machine may hold a thread up."""
+QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=NEVER_SECONDS)
+"""Half a second for one whose link broke. Nobody is given up for its silence alone."""
 
 
 class Rank(Trainer):

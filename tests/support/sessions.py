@@ -11,7 +11,7 @@ import gossipgrad as gg
 from gossipgrad.comm import Group, Transport
 from support.ranks import run_ranks
 from support.replicas import OptimizerFactory, flat, network, set_gradients, sgd, transport_by_name
-from support.waiting import HANG_SECONDS, until
+from support.waiting import until
 
 __all__ = ["Trainer", "no_gradients", "run_sessions"]
 
@@ -26,36 +26,31 @@ class Trainer:
         optimizer: What steps it.
         session: The session, inside the context.
         steps: How many it has begun.
-        longest_seconds: The longest of these.
     """
 
     def __init__(self, group: Group, model: nn.Module, optimizer, session, gradients) -> None:
         self.rank, self.group = group.rank, group
         self.model, self.optimizer = model, optimizer
         self.session: gg.GossipSession = session
-        self.steps, self.longest_seconds = 0, 0.0
+        self.steps = 0
         self._gradients = gradients
 
     def train(self, steps: int = 1) -> None:
         """Makes some steps."""
         for _ in range(steps):
-            start = time.perf_counter()
             self.steps += 1
             self._gradients(self.model, self.rank, self.steps - 1)
             self.optimizer.step()
-            self.longest_seconds = max(self.longest_seconds, time.perf_counter() - start)
 
-    def train_until(
-        self, condition: Callable[[], Any], timeout_seconds: float = HANG_SECONDS
-    ) -> None:
-        """Makes steps until a condition holds; fails if it does not in time."""
+    def train_until(self, condition: Callable[[], Any]) -> None:
+        """Makes steps until a condition holds; fails if it hangs."""
 
         def met() -> bool:
             self.train()
             time.sleep(0.002)  # ranks of one process share the interpreter
             return bool(condition())
 
-        until(met, timeout_seconds)
+        until(met)
 
     @property
     def outcomes(self) -> dict[str, int]:
