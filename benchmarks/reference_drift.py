@@ -1,6 +1,6 @@
 """How far replicas drift apart, and what each mixing rule costs in loss, by the reference.
 
-Trains a small net on scikit-learn's digits with `gossipgrad.decentralized._reference`, all ranks
+Trains a small net on digits with `gossipgrad.decentralized._reference`, all ranks
 in this process, and writes:
 
 * `consensus_distance`: RMS over ranks of the L2 distance to the mean model after given steps, for
@@ -16,11 +16,11 @@ import statistics
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks._common import write
+from gossipgrad.data import load_digits
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import dissemination
 
@@ -124,13 +124,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=AT_STEPS[-1])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    digits = load_digits()
-    inputs = torch.tensor(digits.data / 16.0, dtype=torch.float32)
+    inputs, labels = load_digits()
     train = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))[:TRAIN_ROWS]
-    rows = inputs[train], torch.tensor(digits.target)[train]
+    rows = inputs[train], labels[train]
     figures: dict[str, Any] = {
         "setting": {
-            "data": "scikit-learn digits, 1440 rows to train on, one shard a rank",
+            "data": "digits, 1440 rows to train on, one shard a rank",
             "model": "64-64-32-10 MLP, ReLU",
             "optimizer": f"SGD, lr {LEARNING_RATE}, momentum {MOMENTUM}",
             "batch_rows_per_rank": BATCH_ROWS,

@@ -215,7 +215,7 @@ start = time.process_time()
 import gossipgrad
 took = time.process_time() - start
 print(2 * took / (before + make_classes()))
-sys.exit(any(m in sys.modules for m in ("tyro", "rich", "sklearn", "matplotlib")))
+sys.exit(any(m in sys.modules for m in ("tyro", "rich", "matplotlib")))
 """
 
 

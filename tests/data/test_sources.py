@@ -134,6 +134,16 @@ def test_unknown_names_and_folders(tmp_path):
         data.prepare("digits", tmp_path / "nowhere")
 
 
+def test_the_table_of_digits_is_whole():
+    images, labels = data.load_digits()
+    assert images.shape == (1797, 64)
+    assert images.dtype == torch.float32
+    assert labels[:12].tolist() == [*range(10), 0, 1]
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert (16 * images).sum() == 561_718, "of pixels from 0 to 16"
+    assert (16 * images[0, :8]).tolist() == [0, 0, 5, 13, 9, 1, 0, 0]
+
+
 def test_digits_are_split_and_normalised_by_the_training_part():
     digits, again = data.load("digits"), data.load("digits")
     assert digits.info == data.info("digits")

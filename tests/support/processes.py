@@ -18,7 +18,6 @@ _PRELOAD = [
     "torch.distributed.run",
     "torch._dynamo",
     "gossipgrad.train",
-    "sklearn.datasets",
 ]
 
 

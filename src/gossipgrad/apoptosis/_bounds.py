@@ -40,13 +40,16 @@ def rows_of_layer(model: nn.Module, neurons: Neurons) -> Tensor:
     bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
     for path in neurons.companions:
         norm = model.get_submodule(path)
-        statistics = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
-        if not isinstance(norm, _BatchNorm) or statistics[0] is None or statistics[1] is None:
+        if (
+            not isinstance(norm, _BatchNorm)
+            or norm.running_mean is None
+            or norm.running_var is None
+        ):
             raise ValueError(
                 f"{path} lies between {neurons.name} and its activation: bound='worst-case' knows "
                 "BatchNorm with running statistics alone; use bound='sample'"
             )
-        mean, variance = statistics[0].double(), statistics[1].double()
+        mean, variance = norm.running_mean.double(), norm.running_var.double()
         scale = (variance + norm.eps).rsqrt()
         if norm.affine:
             scale = scale * norm.weight.detach().double()

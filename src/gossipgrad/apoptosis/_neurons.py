@@ -166,7 +166,9 @@ def width_of(layer: nn.Module) -> int:
 
 def bias_of(layer: nn.Module) -> Tensor | None:
     """Return its bias, None if it has none."""
-    return getattr(layer, "bias", None)
+    bias = getattr(layer, "bias", None)
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
 
 
 def block_of(consumer: nn.Module, width: int) -> int:

@@ -4,6 +4,7 @@ from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo
 from ._dataset import Samples as Samples
 from ._dataset import TensorSamples as TensorSamples
+from ._digits import load_digits as load_digits
 from ._elastic import ElasticBatches as ElasticBatches
 from ._elastic import ElasticStats as ElasticStats
 from ._elastic import Member as Member

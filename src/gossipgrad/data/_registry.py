@@ -10,7 +10,7 @@ from ._dataset import Dataset, DatasetInfo
 _SOURCES: dict[str, tuple[DatasetInfo, Callable[[Path | None], Dataset]]] = {
     info.name: (info, load)
     for info, load in (
-        (_digits.INFO, lambda _: _digits.load_digits()),
+        (_digits.INFO, lambda _: _digits.digits_dataset()),
         (_fashion_mnist.INFO, _fashion_mnist.load_fashion_mnist),
         (_cifar10.INFO, _cifar10.load_cifar10),
         (_cifar10_small.INFO, _cifar10_small.load_cifar10_small),

@@ -87,6 +87,7 @@ class GossipSGD:
         open, model, optimizer = self._arguments
         # A compiled model has the parameters of the plain model under other names.
         model = getattr(model, "_orig_mod", model)
+        assert isinstance(model, nn.Module)
         scaler = self.accelerator.scaler
         self.session = open_session(
             open, model, optimizer, scaler=scaler, options=self._options, plain=_PLAIN

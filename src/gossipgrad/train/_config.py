@@ -50,7 +50,7 @@ class TrainConfig:
     """A model, data and loss of your own, as MODULE:FUNCTION: the function returns a
     `gossipgrad.train.Job`. None: what data and model say."""
     data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
-    """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
+    """Data set. digits is part of the package; fashion-mnist, cifar10 and shakespeare are fetched
     once if missing; cifar10-small has to be there."""
     model: Literal["mlp", "mlp-wide", "lenet", "cifarnet", "resnet20", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; gpt takes text; mlp, mlp-wide (1024 neurons
@@ -323,7 +323,7 @@ class TrainConfig:
             names = ("data", "model", "data_dir")
             unused += [("", name, f"job is {self.job}") for name in names]
         elif self.data == "digits":
-            unused.append(("", "data_dir", "data is digits, which scikit-learn brings along"))
+            unused.append(("", "data_dir", "data is digits, a part of the package"))
         if self.optimizer != "sgd":
             unused.append(("", "momentum", f"optimizer is {self.optimizer}"))
         if self.checkpoint_every is None:

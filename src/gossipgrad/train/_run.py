@@ -81,12 +81,10 @@ class _Launcher:
 
     def run(self) -> Outcome:
         """Start them, and wait until each is over."""
-        is_digits = self._config.data == "digits" and self._config.job is None
         ensure_fork_server(
             [
                 "gossipgrad.train",
                 "torch._dynamo",  # the first optimizer of a process loads it, in a second
-                *(["sklearn.datasets"] if is_digits else []),
             ]
         )
         with Rendezvous(self._nproc) as rendezvous:

@@ -22,8 +22,8 @@ class AllReduce(Lockstep):
     all-reduce, computed and not counted.
 
     Buffers are rank 0's at the start and each rank's own from then on, as in every other strategy:
-    DistributedDataParallel's `forward_sync_buffers`, by which all would train with the statistics
-    of rank 0's samples, is off.
+    DistributedDataParallel would copy those of rank 0 before each pass, and all ranks would train
+    with the statistics of its samples.
 
     Which gradients share a message is settled before the first step, by a backward pass of zeros,
     in the reverse of the order that parameters are defined in. DistributedDataParallel would do it
@@ -38,9 +38,10 @@ class AllReduce(Lockstep):
         self._wrap(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        parallel = nn.parallel.DistributedDataParallel(
-            model, forward_sync_buffers=False, gradient_as_bucket_view=True
-        )
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Not as the argument of that name, which torch 2.13 deprecates: with it buffers would not
+        # be rank 0's at the start either.
+        parallel.broadcast_buffers = False
         _settle_buckets(parallel, model)
         parallel.register_comm_hook(self, AllReduce._hook)
         self.model = parallel
