@@ -1,7 +1,9 @@
 """Plans that are measured: agreed on by all ranks, honest about dense, and taken along."""
 
 import logging
+import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,10 +12,9 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.planning import Merge, Plan
+from gossipgrad.sparsification import _planner
 from support.replicas import network
 from support.sparse import assume_costs, on_ranks, same_weights, slow_down, train
-
-DECIDED = 40  # rounds after which a small model has its plan, and has compared it
 
 
 @pytest.mark.parametrize(
@@ -33,18 +34,28 @@ def test_groups_to_begin_with(rule, tensors):
 
 @pytest.mark.parametrize("plan", ["optimal", "greedy", "mg-wfbp"])
 def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
-    def look(session):
+    def use(me):
+        session = me.session
+        me.train_until_decided()
+        me.train(3)
         stats = session.stats()
         assert stats.measured_seconds > 0
         assert len(stats.groups) == len(session.plan.groups)
         assert {"single, sparse", "greedy, sparse", "layerwise, dense"} <= {*stats.alternatives}
         if plan == "greedy":
             assert stats.predicted_seconds == stats.alternatives["greedy, sparse"]
-        return session.plan, session.state_dict()["session"]["plan"], stats.compared_seconds
+        state = session.state_dict()["session"]["plan"]
+        return (session.plan, state, stats.compared_seconds), me.weights()
 
-    told = train(3, DECIDED, plan=plan, density=0.1, look=look)
-    assert all(seen == told[0][1] for _, seen in told)
-    assert same_weights([weights for weights, _ in told])
+    told = on_ranks(use, plan, world_size=3, density=0.1)
+    assert all(seen == told[0][0] for seen, _ in told)
+    assert same_weights([weights for _, weights in told])
+
+
+def decide(me):
+    """Trains until the plan is final; the figures then."""
+    me.train_until_decided()
+    return me.session.stats()
 
 
 class Wide(nn.Module):
@@ -58,23 +69,26 @@ class Wide(nn.Module):
         return sum((part * part.detach().cos()).sum() for part in self.parts)
 
 
-def test_no_step_waits_long_for_a_plan():
+def test_no_step_exchanges_much_for_a_plan():
     """All gradients whole take a second on this network, and a step takes some hundredths."""
 
     def use(me):
-        slow_down(me.group, bytes_per_second=2e6)
-        took = []
-        for _ in range(200):
-            begun = time.perf_counter()
+        total, of_steps = 0, []
+
+        def pass_(method, size_bytes):
+            nonlocal total
+            total += size_bytes
+            time.sleep(size_bytes / 2e6)
+
+        slow_down(me.group, pass_)
+        while me.session.plan is None:
+            before = total
             me.optimizer.zero_grad()
             me.model().backward()
             me.optimizer.step()
-            took.append(time.perf_counter() - begun)
-            if me.session.plan is not None and len(took) % 20 == 0:
-                break
-        assert me.session.plan is not None
+            of_steps.append(total - before)
         assert me.session.stats().refused is None
-        return max(took[1:])
+        return max(of_steps) / (4 * sum(p.numel() for p in me.model.parameters()))
 
     assert max(on_ranks(use, "optimal", make=Wide, density=0.02)) < 0.8
 
@@ -82,9 +96,9 @@ def test_no_step_waits_long_for_a_plan():
 def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(monkeypatch, caplog):
     assume_costs(monkeypatch, sparse=2e-3, dense=1e-3)
     with caplog.at_level(logging.WARNING, "gossipgrad"):
-        told = train(2, DECIDED, density=0.1, look=lambda s: s.stats())
+        told = on_ranks(decide, "optimal", density=0.1)
     assert len([record for record in caplog.records if record.name == "gossipgrad"]) == 1
-    for _, stats in told:
+    for stats in told:
         assert {group.method for group in stats.groups} == {"dense"}
         assert "predicted" in stats.refused
         assert stats.refused in str(stats)
@@ -92,20 +106,21 @@ def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(mo
 
 @pytest.mark.parametrize(("dense_seconds", "method"), [(0.0, "dense"), (0.05, "sparse")])
 def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
-    """Whatever was predicted: here, that sparse gradients are a little faster."""
+    """Whatever was predicted: here, that sparse gradients are a little faster.
+
+    No time passes on a rank but that of its collectives.
+    """
     assume_costs(monkeypatch, sparse=1e-3, dense=2e-3)
+    costs = {"sparse": 0.03, "dense": dense_seconds}
+    clocks = Counter()
+    monkeypatch.setattr(_planner, "perf_counter", lambda: clocks[threading.current_thread().name])
 
     def use(me):
-        slow_down(me.group, dense_seconds=dense_seconds)
-        gather = me.group.all_gather_into_
+        def pass_(method, size_bytes):
+            clocks[f"rank {me.rank}"] += costs[method]
 
-        def slow_gather(gathered, mine):
-            time.sleep(0.03)
-            return gather(gathered, mine)
-
-        me.group.all_gather_into_ = slow_gather
-        me.train(DECIDED)
-        return me.session.stats()
+        slow_down(me.group, pass_)
+        return decide(me)
 
     for stats in on_ranks(use, "optimal", density=0.1):
         assert {group.method for group in stats.groups} == {method}
@@ -118,10 +133,10 @@ def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypat
     assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
 
     def use(me):
-        me.train(40)
-        assert me.session.plan is not None
+        while me.session.plan is None:
+            me.train()
         assert not me.session.stats().compared_seconds
-        me.train(DECIDED)
+        me.train_until_decided()
         return me.session.stats().compared_seconds
 
     warmup = gg.sparsification.Warmup(steps=20, then=0.01)
@@ -131,11 +146,11 @@ def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypat
 
 def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):
     def use(me):
-        me.train(DECIDED)
+        me.train_until_decided()
         plans = [me.session.plan]
         me.session.replan()
         assert me.session.plan is None
-        me.train(DECIDED)
+        me.train_until_decided()
         return [*plans, me.session.plan]
 
     def unmeasured(me):
@@ -200,19 +215,19 @@ def test_a_measured_plan_goes_on_after_a_resume_bit_for_bit(monkeypatch, more):
     settings = {"plan": "optimal", "methods": ("sparse",), **more}
 
     def first(me):
-        me.train(DECIDED - 3)
-        state = me.session.state_dict()
+        me.train_until_decided()
+        state, made = me.session.state_dict(), me.steps
         me.train(3)
-        return state, me.weights()
+        return state, made, me.weights()
 
     def second(me):
         me.session.load_state_dict(states[me.rank])
         assert me.session.plan is not None
-        me.steps = DECIDED - 3
+        me.steps = steps[me.rank]
         me.train(3)
         return me.weights()
 
-    states, weights = zip(*on_ranks(first, **settings), strict=True)
+    states, steps, weights = zip(*on_ranks(first, **settings), strict=True)
     assert same_weights([*weights, *on_ranks(second, make=lambda: network(1), **settings)])
 
 
@@ -224,9 +239,9 @@ def test_a_state_from_before_the_decision_leads_to_a_plan(monkeypatch, saved_at)
     def use(me):
         me.train(saved_at)
         state = me.session.state_dict()
-        me.train(DECIDED - saved_at)
+        me.train_until_decided()
         me.session.load_state_dict(state)
-        me.train(DECIDED)
+        me.train_until_decided()
         return me.session.stats().compared_seconds
 
     for compared in on_ranks(use, "optimal"):

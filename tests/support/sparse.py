@@ -1,6 +1,5 @@
 """Sparse sessions on threads, and the reference beside them."""
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -70,6 +69,13 @@ class Rank:
             self.backward()
             self.optimizer.step()
             self.steps += 1
+
+    def train_until_decided(self) -> None:
+        """Makes steps until the plan is final, after the same step on all ranks."""
+        planner = self.session._planner
+        assert planner is not None
+        while not planner.decided:
+            self.train()
 
     def scaled_backward(self, x: torch.Tensor) -> None:
         """A backward pass of a scaled loss; gradients add up."""
@@ -157,16 +163,16 @@ def assume_costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     monkeypatch.setattr(_planner, "measure_methods", assumed)
 
 
-def slow_down(group: Group, *, dense_seconds: float = 0.0, bytes_per_second: float = 1e12) -> None:
-    """Gives the collectives of a group the speed of a slow network, and all-reduces some more."""
+def slow_down(group: Group, act: Callable[[str, int], object]) -> None:
+    """Has `act(method, bytes)` happen in the collectives of a group before they begin."""
     all_reduce_, all_gather_into_ = group.all_reduce_, group.all_gather_into_
 
     def slow_all_reduce_(tensor: torch.Tensor) -> torch.Tensor:
-        time.sleep(dense_seconds + tensor.nbytes / bytes_per_second)
+        act("dense", tensor.nbytes)
         return all_reduce_(tensor)
 
     def slow_all_gather_into_(gathered: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        time.sleep(mine.nbytes / bytes_per_second)
+        act("sparse", mine.nbytes)
         return all_gather_into_(gathered, mine)
 
     group.all_reduce_ = slow_all_reduce_
