@@ -83,7 +83,8 @@ requirements:
 	done
 	rm -rf .venv/new
 
-bench: .venv/.test .venv/.decent-dp
+# lists them
+bench: .venv/.test
 	$(BIN)/python -m benchmarks
 
 # Linux and root; 20 minutes, and goes on where it was stopped

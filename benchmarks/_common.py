@@ -1,66 +1,84 @@
-"""What benchmarks share: what is written beside figures, cells that are kept, ends, busy CPUs."""
+"""The harness: what stands beside figures, statistics, kept runs, rates, processes, busy CPUs."""
 
 import contextlib
 import datetime
-import fcntl
+import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
+import platform
+import queue
 import re
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gossipgrad.train._summary import machine, versions
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-# A try writes elsewhere: GOSSIPGRAD_RESULTS=/tmp/try python -m benchmarks.step --blocks 2
+# A try writes elsewhere: GOSSIPGRAD_RESULTS=/tmp/try python -m benchmarks.stall --repeats 1
 RESULTS = Path(os.environ.get("GOSSIPGRAD_RESULTS") or Path(__file__).parent / "results")
 _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262}
-
-
-def made_by(name: str, *, module: str | None = None) -> dict:
-    """Command and versions of this run, for figures that stand beside those of others."""
-    command = f"python -m benchmarks.{module or name} {shlex.join(sys.argv[1:])}".strip()
-    return {"command": command, "versions": versions()}
+_PACKAGES = ("gossipgrad", "torch", "numpy", "decent-dp")
 
 
 @cache
+def machine() -> dict[str, Any]:
+    """The machine; figures of another one are not comparable."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": platform.platform(),
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
 def machine_name() -> str:
-    """The processors; figures of other ones do not stand for these."""
-    here = machine()
-    return f"{here['processor']}, {here['cores']} cores"
+    """The processors in a few words."""
+    return f"{machine()['processor']}, {machine()['cores']} cores"
 
 
 @cache
 def where() -> str:
     """Machine, date and commit, for figures that are added one by one."""
+    command = ["git", "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
     commit = ""
     with contextlib.suppress(OSError):
-        command = ["git", "describe", "--always", "--abbrev=10", "--dirty", "--exclude=*"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         commit = done.stdout.strip()
     return f"{machine_name()}; {datetime.date.today().isoformat()}; {commit or 'no commit'}"
 
 
+def made_by(module: str) -> dict[str, Any]:
+    """Command and versions of this run."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    command = f"python -m benchmarks.{module} {shlex.join(sys.argv[1:])}".strip()
+    return {"command": command, "versions": versions}
+
+
 def write_json(path: Path, value: object) -> None:
-    """Writes JSON, whole or not at all, with a list of numbers or words in one line."""
-    text = json.dumps(value, indent=1)
-    flat = re.sub(
+    """Writes JSON atomically, with a list of numbers or words in one line."""
+    text = re.sub(
         r"\[\n\s+([^\[\]{}]*?)\n\s*\]",
         lambda found: "[" + re.sub(r",\n\s+", ", ", found[1]) + "]",
-        text,
+        json.dumps(value, indent=1),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(flat + "\n", encoding="utf-8")
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
 
 
@@ -72,30 +90,38 @@ def write(
     module: str | None = None,
     path: Path | None = None,
 ) -> Path:
-    """Writes a benchmark's figures with machine, versions and command; whole or not at all.
+    """Writes a benchmark's figures with machine, versions and command.
 
     Args:
-        name: Of the results, and of the benchmark.
+        name: The results are called so, and the benchmark too unless `module` names it.
         figures: What the pages quote: medians, spreads, seeds.
         raw: What they were made of; goes to `results/raw/NAME.json`, which git ignores.
-        module: The benchmark, where its results are called otherwise.
+        module: The benchmark.
         path: Where to; `results/NAME.json` by default.
     """
     path = path or RESULTS / f"{name}.json"
-    made = made_by(name, module=module)
+    made = made_by(module or name)
     if raw is not None:
         write_json(path.parent / "raw" / path.name, {**made, "raw": raw})
     write_json(path, {"command": made.pop("command"), "machine": machine(), **made, **figures})
     return path
 
 
-def once(path: Path, setting: dict, compute: Callable[[], dict]) -> dict:
-    """The figures of a cell: from `path` if it is done, else computed and kept there.
+def merged(name: str, rows: Sequence[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """The published rows of a benchmark, with these in place of those of equal keys."""
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {tuple(row[key] for key in keys) for row in rows}
+    return [row for row in before if tuple(row[key] for key in keys) not in new] + [*rows]
 
-    So a benchmark that was interrupted goes on with the cell that it was at.
+
+def once(path: Path, setting: dict, compute: Callable[[], dict]) -> dict:
+    """The figures of a run: from `path` if it is done, else computed and kept there.
+
+    So a benchmark that was interrupted continues with the run that it was at.
 
     Raises:
-        ValueError: The cell was done with another setting.
+        ValueError: The run was done with another setting.
 
     Example:
         >>> import tempfile
@@ -119,9 +145,21 @@ def once(path: Path, setting: dict, compute: Callable[[], dict]) -> dict:
 
 
 def quartiles(values: Sequence[float], scale: float = 1.0) -> list[float]:
-    """Lower quartile, median, upper quartile; all of them the one where there is no other."""
+    """Lower quartile, median, upper quartile."""
     values = [*values, *values] if len(values) == 1 else values
     return [round(scale * q, 9) for q in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile and longest of times, to five digits.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0])
+        {'median': 2.0, 'p99': 2.98, 'longest': 3.0}
+    """
+    p99 = float(torch.tensor(seconds, dtype=torch.float64).quantile(0.99))
+    found = {"median": statistics.median(seconds), "p99": p99, "longest": max(seconds)}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
 def half_width_95(differences: Sequence[float]) -> float | None:
@@ -137,58 +175,74 @@ def half_width_95(differences: Sequence[float]) -> float | None:
     return _STUDENT.get(count - 1, 2.0) * statistics.stdev(differences) / math.sqrt(count)
 
 
-@contextlib.contextmanager
-def ends_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt inside the block; one that is ignored stays so.
+def paired(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> dict[str, Any]:
+    """Mean and 95 % interval of the differences, paired by seed."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    half = half_width_95(differences)
+    return {
+        "difference": round(statistics.fmean(differences), digits),
+        "interval": None if half is None else round(half, digits),
+    }
+
+
+def best_rate(
+    rates: Sequence[float], loss_of: Callable[[float], float], factor: float
+) -> tuple[float, dict[float, float]]:
+    """The learning rate of the lowest loss, and the losses of all that were tried.
+
+    While the best is the first or the last, the next one beyond it is tried, up to six more.
 
     Example:
-        >>> import os
-        >>> try:
-        ...     with ends_as_ctrl_c():
-        ...         os.kill(os.getpid(), signal.SIGTERM)
-        ... except KeyboardInterrupt as error:
-        ...     print(error)
-        SIGTERM
+        >>> best_rate([1.0, 2.0], lambda rate: abs(rate - 7), 2.0)
+        (8.0, {1.0: 6.0, 2.0: 5.0, 4.0: 3.0, 8.0: 1.0, 16.0: 9.0})
     """
+    tried: dict[float, float] = {}
+    most = len(rates) + 6
+    new: float | None = None
+    for rate in rates:
+        tried[rate] = _finite(loss_of(rate))
+    while len(tried) < most:
+        best = min(tried, key=lambda rate: tried[rate])
+        new = best * factor if best == max(tried) else best / factor
+        if best not in (min(tried), max(tried)):
+            break
+        new = float(f"{new:.1g}")
+        tried[new] = _finite(loss_of(new))
+    return min(tried, key=lambda rate: tried[rate]), tried
+
+
+def _finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+@contextlib.contextmanager
+def ends_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt inside the block; one that is ignored stays so."""
 
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heard = [number for number in before if before[number] != signal.SIG_IGN]  # as of nohup
-    for number in heard:
+    caught = [number for number in before if before[number] != signal.SIG_IGN]  # as of nohup
+    for number in caught:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in heard:
+        for number in caught:
             signal.signal(number, before[number])
 
 
-class BusyError(RuntimeError):
-    """Another process is at it."""
+def memory_bytes(what: str = "VmRSS") -> int:
+    """Of this process now; `VmHWM` is the most since `forget_peak`."""
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{what}:"))
 
 
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Holds the lock file `path` while the block runs; a process that dies gives it back, too.
-
-    Raises:
-        BusyError: Another process holds it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, alone(Path(folder) / "lock"):
-        ...     print("nobody else is here")
-        nobody else is here
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(f"another process holds {path}: wait for it, or end it") from None
-        yield
+def forget_peak() -> int:
+    """Begins a new high-water mark of memory; the bytes that the process has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes()
 
 
 class CpuBusy:
@@ -201,10 +255,10 @@ class CpuBusy:
         """Of all time: what was busy, and what was taken by other programs.
 
         The others' share is their time in user mode, and what the host of a virtual machine took:
-        the kernel's work for the shaped links is booked on whoever it interrupts.
+        the kernel's work for the shaped links is counted for whatever it interrupts.
 
         Args:
-            own_user_seconds: What those had in user mode whose own work is measured.
+            own_user_seconds: The time in user mode of the processes that are measured.
         """
         user, nice, _, idle, waiting, *_, stolen = spent = [
             now - then for now, then in zip(_ticks(), self._before, strict=True)
@@ -218,3 +272,55 @@ def _ticks() -> list[int]:
     """Of user, nice, system, idle, waiting for disks, interrupts of two kinds, stolen."""
     with Path("/proc/stat").open() as stat:
         return [int(field) for field in stat.readline().split()[1:9]]
+
+
+def in_processes(world_size: int, function: Callable[..., Any], *arguments: object) -> list[Any]:
+    """What `function(group, *arguments)` returns on each rank of new processes on loopback.
+
+    Each has one thread for compute, and a Gloo group of all by default.
+
+    Raises:
+        RuntimeError: One of them failed.
+    """
+    # torch asks for the name of whatever connects, and a resolver may not answer.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = world_size, store.port, results, function, arguments
+    processes = [context.Process(target=_main, args=(rank, *common)) for rank in range(world_size)]
+    found: dict[int, Any] = {}
+    try:
+        for process in processes:
+            process.start()
+        while len(found) < world_size:
+            try:
+                rank, result = results.get(timeout=1)
+                found[rank] = result
+            except queue.Empty:
+                if any(process.exitcode for process in processes):
+                    raise RuntimeError("a process failed; its error stands above") from None
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    for process in processes:
+        process.join()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _main(
+    rank: int, world_size: int, port: int, results: Any, function: Callable, arguments: tuple
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    results.put((rank, function(dist.group.WORLD, *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tell(label: str, figures: Mapping[str, Any]) -> None:
+    """Prints a line at once."""
+    print(label, figures, flush=True)

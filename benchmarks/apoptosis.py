@@ -9,53 +9,34 @@ widths from the beginning ("control"): cheaper still, if one knew them.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, made_by, write
-from benchmarks._tasks import whole
-from gossipgrad import data
-from gossipgrad.models import GPT, ResNet20
+from benchmarks._common import RESULTS, made_by, tell, write
+from benchmarks._tasks import GPT, ResNet20, folder, lenet, loss, mlp, pieces, shuffled, whole
 
 
-@dataclass
-class Task:
-    """What is trained, on what, and how.
+class Task(NamedTuple):
+    """What is trained, on what, and how."""
 
-    Attributes:
-        model: Makes the network, by the widths of its hidden layers or as wide as it begins.
-        train: Inputs and labels.
-        test: Alike.
-        batch: Samples in a step.
-        optimizer: Makes the optimizer.
-        lr: The largest learning rate, of a one-cycle schedule.
-        steps: How many are made.
-        metric: Of logits and labels of the test part, what is told; higher is better.
-        shrinks: By name, settings of `gg.shrink`.
-        controls: Whether the widths can be given.
-    """
-
-    model: Callable[..., nn.Module]
+    model: Callable[..., nn.Module]  # by the widths of its hidden layers, or as wide as it begins
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     batch: int
     optimizer: Callable[..., torch.optim.Optimizer]
-    lr: float
+    lr: float  # the largest of a one-cycle schedule
     steps: int
-    metric: Callable[[Tensor, Tensor], float]
-    shrinks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    controls: bool = False
+    metric: Callable[[Tensor, Tensor], float]  # of logits and labels; higher is better
+    shrinks: dict[str, dict[str, Any]]  # by name, settings of `gg.shrink`
+    controls: bool = False  # whether the widths can be given
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -74,50 +55,14 @@ def area_under_curve(logits: Tensor, labels: Tensor) -> float:
     return 100 * above / (count * (len(labels) - count))
 
 
-def minus_loss(logits: Tensor, labels: Tensor) -> float:
-    """Negative cross entropy, in nats a character."""
-    return -float(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-
-
 def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """SGD with momentum 0.9."""
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def mlp(inputs: int, outputs: int, widths: tuple[int, ...], dropout: float = 0.0) -> nn.Module:
-    """A perceptron with ReLU."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for width in widths:
-        layers += [nn.Linear(inputs, width), nn.ReLU()]
-        layers += [nn.Dropout(dropout)] if dropout else []
-        inputs = width
-    return nn.Sequential(*layers, nn.Linear(inputs, outputs))
-
-
-def lenet(widths: tuple[int, ...]) -> nn.Module:
-    """Two convolutions and two hidden layers, for 28x28 images."""
-    one, two, three, four = widths
-    return nn.Sequential(
-        *(nn.Conv2d(1, one, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(one, two, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(25 * two, three), nn.ReLU(), nn.Linear(three, four), nn.ReLU()),
-        nn.Linear(four, 10),
-    )
-
-
-def doubled_resnet() -> nn.Module:
-    """ResNet-20 with twice the inner channels in each block."""
-    model = ResNet20(10)
-    for module in model.modules():
-        if hasattr(module, "conv1") and hasattr(module, "norm2"):
-            one, two = module.conv1, module.conv2
-            inner = 2 * one.out_channels
-            module.conv1 = nn.Conv2d(one.in_channels, inner, 3, one.stride, 1, bias=False)
-            module.norm1 = nn.BatchNorm2d(inner)
-            module.conv2 = nn.Conv2d(inner, two.out_channels, 3, padding=1, bias=False)
-            for conv in (module.conv1, module.conv2):
-                nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    return model
+def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """AdamW with a decay of 0.01."""
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
 
 
 def settings(steps: int, batches: int = 16, /, **budgets: float) -> dict[str, dict[str, Any]]:
@@ -127,15 +72,11 @@ def settings(steps: int, batches: int = 16, /, **budgets: float) -> dict[str, di
     return {name: {**common, "budget": budget} for name, budget in budgets.items()}
 
 
-def adamw(decay: float) -> Callable[[Any, float], torch.optim.Optimizer]:
-    return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
-
-
 def fashion_mlp(part: float) -> Task:
     train, test = whole("fashion-mnist")
     steps = int(part * 5 * len(train[0]) // 128)
     return Task(
-        lambda widths=(1024, 1024): mlp(784, 10, widths),
+        lambda widths=(1024, 1024): mlp(784, 10, *widths),
         *(train, test, 128, momentum, 0.05, steps, accuracy),
         settings(steps, careful=0.0012, bold=0.0045),
         controls=True,
@@ -158,25 +99,24 @@ def cifar_resnet(part: float) -> Task:
     steps = int(part * 3 * len(train[0]) // 64)
     common = {"every": steps // 20, "batches": min(16, steps // 20)}
     return Task(
-        doubled_resnet,
+        lambda: ResNet20(wider=2),
         *(train, test, 64, momentum, 0.05, steps, accuracy),
         {"bold": {**common, "budget": 0.02, "events": 8}},
     )
 
 
 def shakespeare_gpt(part: float) -> Task:
-    train, test = whole("shakespeare")
-    size, steps = data.info("shakespeare").num_classes, int(part * 600)
+    train, (x, y) = pieces(0), pieces(1)
     return Task(
-        lambda: GPT(size, layers=2, width=64, heads=4),
-        *(train, (test[0][:256], test[1][:256]), 16, adamw(0.01), 3e-3, steps, minus_loss),
-        settings(steps, 8, careful=0.003, bold=0.02),
+        lambda: GPT(layers=2, width=64),
+        *(train, (x[:256], y[:256]), 16, adamw, 3e-3, int(part * 600)),
+        lambda logits, labels: -float(loss(logits, labels)),
+        settings(int(part * 600), 8, careful=0.003, bold=0.02),
     )
 
 
 def higgs(part: float) -> Task:
-    folder = Path(os.environ.get("GOSSIPGRAD_DATA", "."))
-    rows = np.load(folder / "higgs" / "higgs_23k.npz")
+    rows = np.load(folder("higgs") / "higgs_23k.npz")
     x, y = torch.tensor(rows["x"]), torch.tensor(rows["y"]).long()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
@@ -184,8 +124,8 @@ def higgs(part: float) -> Task:
     steps = int(part * 12 * (len(x) - 5000) // 128)
     train, test = (x[5000:], y[5000:]), (x[:5000], y[:5000])
     return Task(
-        lambda widths=(300, 300, 300): mlp(28, 2, widths, dropout=0.2),
-        *(train, test, 128, adamw(0.01), 3e-3, steps, area_under_curve),
+        lambda widths=(300, 300, 300): mlp(28, 2, *widths, dropout=0.2),
+        *(train, test, 128, adamw, 3e-3, steps, area_under_curve),
         settings(steps, careful=0.003, bold=0.02),
         controls=True,
     )
@@ -207,23 +147,19 @@ def train_once(
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, task.lr, total_steps=task.steps, cycle_momentum=False
     )
-    x, y = task.train
-    generator = torch.Generator().manual_seed(1000 + seed)
+    source = shuffled(task.train, task.batch, 1000 + seed)
     before = sum(p.numel() for p in model.parameters())
     start = time.process_time()
     session = None
     if settings is not None:
-        session = gg.shrink(model, optimizer, example_input=x[:2], **settings)
+        session = gg.shrink(model, optimizer, example_input=task.train[0][:2], **settings)
     model.train()
-    half_seconds, order = 0.0, torch.empty(0, dtype=torch.long)
+    half_seconds = 0.0
     for step in range(task.steps):
         if step == task.steps // 2:
             half_seconds = time.process_time()
-        if len(order) < task.batch:
-            order = torch.randperm(len(x), generator=generator)
-        rows, order = order[: task.batch], order[task.batch :]
-        logits, labels = model(x[rows]), y[rows]
-        F.cross_entropy(logits.flatten(0, -2), labels.flatten()).backward()
+        x, y = next(source)
+        loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -253,15 +189,15 @@ def compare(name: str, seeds: int, part: float) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         runs.setdefault("whole", []).append(train_once(task, seed, None))
-        tell(name, "whole", runs)
+        tell(f"{name} whole", runs["whole"][-1])
         for variant, settings in task.shrinks.items():
             runs.setdefault(variant, []).append(train_once(task, seed, settings))
-            tell(name, variant, runs)
+            tell(f"{name} {variant}", runs[variant][-1])
             if task.controls:
                 widths = tuple(runs[variant][-1]["widths"].values())
                 control = train_once(task, seed, None, widths)
                 runs.setdefault(f"control of {variant}", []).append(control)
-                tell(name, f"control of {variant}", runs)
+                tell(f"{name} control of {variant}", control)
     ratios = {
         "times_fewer_parameters": "parameters",
         "times_less_processor_time": "seconds",
@@ -279,17 +215,6 @@ def compare(name: str, seeds: int, part: float) -> dict[str, Any]:
             },
         }
     return {"steps": task.steps, "settings": task.shrinks, "table": table, "runs": runs}
-
-
-def tell(name: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> None:
-    run, whole = runs[variant][-1], runs["whole"][-1]
-    print(
-        f"{name:16} {variant:26} metric {run['metric']:7.3f} "
-        f"parameters / {whole['parameters'] / run['parameters']:5.2f} "
-        f"seconds {run['seconds']:6.1f} / {whole['seconds'] / run['seconds']:5.2f} "
-        f"{run.get('widths', '')}",
-        flush=True,
-    )
 
 
 def main() -> None:

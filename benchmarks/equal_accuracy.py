@@ -1,282 +1,271 @@
 """Which settings of gossip keep all-reduce's accuracy at equal epochs? With virtual ranks.
 
 Every contestant sees the same samples in the same steps. Its learning rate is the best of a grid
-of factors of 2, by the accuracy of a seed that is not among the reported ones, and further ones
-while the best is at an edge. Then it runs with three seeds. What is evaluated is the mean of all
-replicas, on the test part. Warm-up in the first 5 % of the steps, then a cosine to 0.
+of factors of 2, by the loss of a seed that is not among the reported ones, and further ones while
+the best is at an edge. Then it runs with three seeds. What is evaluated is the mean of all
+replicas, on the test part. Warm-up in the first 5 % of the steps, then a cosine to 0. `bytes` are
+what a rank sends in a step, in sizes of the model; ring all-reduce sends `2 (p - 1) / p`.
 
-`bytes` are what a rank sends in a step, in sizes of the model; ring all-reduce sends
-`2 (p - 1) / p`.
+The tasks `drift`, `staleness` and `shared_mask` have one learning rate for all, and tell how far
+replicas are apart. Runs that are done are kept.
 
-Runs that are done are kept in `results/raw`, and not run again:
+    python -m benchmarks.equal_accuracy                             # mlp, mlp-adam
+    python -m benchmarks.equal_accuracy --tasks lenet --ranks 8
+    python -m benchmarks.equal_accuracy --tasks drift staleness shared_mask
+    python -m benchmarks.equal_accuracy --processes accuracy        # or workloads
 
-    GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy
-    GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy --tasks mlp --ranks 8 32
+The last one runs `gossipgrad train` on real processes, with equal rates.
 """
 
 import argparse
-import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, half_width_95, write
-from benchmarks._tasks import Part, Text, accuracy, cosine, whole
-from gossipgrad import data, models
+from benchmarks import _command
+from benchmarks._common import best_rate, merged, once, paired, tell, write
+from benchmarks._tasks import (
+    GPT,
+    ResNet20,
+    cosine,
+    evaluate,
+    lenet,
+    loss,
+    mlp,
+    shuffled,
+    whole,
+    windows,
+)
 from gossipgrad.simulate import VirtualRanks
+from gossipgrad.topology import Schedule, dissemination, matching
 
-SEEDS = (0, 1, 2)
-SEARCH_SEED = 100
-NAME = "equal_accuracy"
+SEEDS, SEARCH_SEED, CONTEXT = 3, 100, 64
+Mix = Callable[[int, Tensor], int]
+"""Mixes replicas, the rows of a matrix, after a step; the elements that each rank sent."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """What is trained, for how long, by which optimizer.
+def every_tenth(step: int, w: Tensor) -> int:
+    """All weights in every tenth step."""
+    if step % 10 < 9:
+        return 0
+    w.copy_(0.5 * (w + w[partners(dissemination(len(w)), step // 10)]))
+    return w.shape[1]
 
-    Attributes:
-        batch: Samples of all ranks in a step.
-        rates: Where the search begins.
-    """
+
+def masked(density: float) -> Mix:
+    """The coordinates of `gg.SharedMask`."""
+    mask = gg.SharedMask(density)
+
+    def mix(step: int, w: Tensor) -> int:
+        at = mask.indices(w.shape[1], seed=0, round=step)
+        chosen = w[:, at]
+        w[:, at] = 0.5 * (chosen + chosen[partners(dissemination(len(w)), step)])
+        return mask.largest_count(w.shape[1])
+
+    return mix
+
+
+def partners(schedule: Schedule, round: int) -> Tensor:
+    """The rank from which each one receives."""
+    return torch.from_numpy(schedule.round_peers(round).recv_from)
+
+
+# By contestant: sizes of the model that a rank sends in a step, and settings of `VirtualRanks`;
+# `rule` is `gg.GossipAdamW`, `mix` takes the place of an exchange.
+Ways = dict[str, tuple[float, dict[str, Any]]]
+ALL_REDUCE: Ways = {"all-reduce": (2, {"strategy": "allreduce"})}
+OVERLAP: Ways = {"overlap, weights": (1, {})}
+SYNC: Ways = {"sync, weights": (1, {"mode": "sync"})}
+MOMENTUM = {"mode": "sync", "payload": "weights+momentum"}
+SGD: Ways = ALL_REDUCE | OVERLAP | SYNC
+SGD |= {
+    "overlap, momentum": (2, {"payload": "weights+momentum"}),
+    "sync, momentum": (2, MOMENTUM),
+    "sync, momentum, two exchanges": (4, MOMENTUM | {"exchanges": 2}),
+}
+ADAM: Ways = ALL_REDUCE | OVERLAP | SYNC
+ADAM |= {
+    "all-reduce, GossipAdamW": (2, {"strategy": "allreduce", "rule": True}),
+    "sync, state": (3, {"mode": "sync", "payload": "weights+state"}),
+    "sync, GossipAdamW": (2, MOMENTUM | {"rule": True}),
+    "sync, GossipAdamW, two exchanges": (4, MOMENTUM | {"exchanges": 2, "rule": True}),
+}
+LOCAL: Ways = {"no communication": (0, {"strategy": "local"})}
+DRIFT: Ways = SYNC | OVERLAP | LOCAL
+DRIFT |= {
+    "overlap, weights+state": (2, {"payload": "weights+state"}),
+    "the authors' rule": (1, {"mode": "lagged"}),
+}
+STALE: Ways = ALL_REDUCE | OVERLAP
+STALE |= {
+    f"stale, {when}, d = {d}": (
+        1,
+        {"mode": gg.Stale(max_staleness=d), "delay": d * (when == "late")},
+    )
+    for d in (0, 1, 2, 4, 8)
+    for when in ("late", "in time")
+}
+MASKS: Ways = SYNC | LOCAL
+MASKS |= {
+    "all weights, every=10": (0.1, {"mix": every_tenth}),
+    "SharedMask(0.1)": (0.1, {"mix": masked(0.1)}),
+    "SharedMask(0.01)": (0.01, {"mix": masked(0.01)}),
+}
+
+
+class Task(NamedTuple):
+    """What is trained, by which contestants; `rates` are searched unless there is one."""
 
     data: str
-    model: str
-    optimizer: str
-    batch: int
+    model: Callable[[], nn.Module]
+    ways: Ways
+    batch: int  # samples of all ranks in a step
     steps: int
     rates: tuple[float, ...]
-
-
-def _task(data: str, model: str, optimizer: str, batch: int, steps: int, *rates: float) -> Task:
-    return Task(data=data, model=model, optimizer=optimizer, batch=batch, steps=steps, rates=rates)
+    ranks: tuple[int, ...] = (8, 32, 128)
+    distances_at: tuple[int, ...] = ()
 
 
 TASKS = {
-    "mlp": _task("fashion-mnist", "mlp", "sgd", 2048, 580, 0.1, 0.2),
-    "mlp-adam": _task("fashion-mnist", "mlp", "adam", 512, 468, 0.01, 0.02),
-    "lenet": _task("fashion-mnist", "lenet", "sgd", 1024, 290, 0.1, 0.2),
-    "resnet20": _task("cifar10-small", "resnet20", "sgd", 256, 160, 0.1, 0.2),
-    "gpt": _task("shakespeare", "gpt", "adam", 64, 400, 0.004, 0.008),
-}
-CONTEXT = 64
-
-# Bytes a step in sizes of the model, and what VirtualRanks is asked for.
-SGD: dict[str, tuple[float, dict[str, Any]]] = {
-    "all-reduce": (2, {"strategy": "allreduce"}),
-    "overlap, weights": (1, {}),
-    "overlap, momentum": (2, {"payload": "weights+momentum"}),
-    "sync, weights": (1, {"mode": "sync"}),
-    "sync, momentum": (2, {"mode": "sync", "payload": "weights+momentum"}),
-    "sync, momentum, two exchanges": (
-        4,
-        {"mode": "sync", "payload": "weights+momentum", "exchanges": 2},
+    "mlp": Task("fashion-mnist", lambda: mlp(784, 10), SGD, 2048, 580, (0.1, 0.2)),
+    "mlp-adam": Task("fashion-mnist", lambda: mlp(784, 10), ADAM, 512, 468, (0.01, 0.02), (32,)),
+    "lenet": Task("fashion-mnist", lenet, SGD, 1024, 290, (0.1, 0.2), (8,)),
+    "resnet20": Task("cifar10-small", ResNet20, SGD, 256, 160, (0.1, 0.2), (8,)),
+    "gpt": Task(
+        "shakespeare",
+        lambda: GPT(context=CONTEXT, layers=2, width=64),
+        *(ADAM, 64, 400, (0.004, 0.008), (8,)),
     ),
-}
-ADAM: dict[str, tuple[float, dict[str, Any]]] = {
-    "all-reduce": (2, {"strategy": "allreduce"}),
-    "all-reduce, GossipAdamW": (2, {"strategy": "allreduce", "rule": True}),
-    "overlap, weights": (1, {}),
-    "sync, weights": (1, {"mode": "sync"}),
-    "sync, state": (3, {"mode": "sync", "payload": "weights+state"}),
-    "sync, GossipAdamW": (
-        2,
-        {"mode": "sync", "payload": "weights+momentum", "rule": True},
+    "drift": Task(
+        *("digits", lambda: mlp(64, 10), DRIFT, 128, 2000, (0.1,), (4, 8)),
+        distances_at=(10, 20, 50, 100),
     ),
-    "sync, GossipAdamW, two exchanges": (
-        4,
-        {"mode": "sync", "payload": "weights+momentum", "exchanges": 2, "rule": True},
-    ),
+    "staleness": Task("fashion-mnist", lambda: mlp(784, 10), STALE, 512, 702, (0.05,), (8,)),
+    "shared_mask": Task("fashion-mnist", lenet, MASKS, 256, 702, (0.05,), (8,)),
 }
 
 
-class Images:
-    """Fashion-MNIST or CIFAR-10 small, shuffled anew in each epoch."""
-
-    def __init__(self, task: Task) -> None:
-        self.info, self.name = data.info(task.data), task.model
-        (self.x, self.y), self.test = whole(task.data)
-
-    def model(self) -> nn.Module:
-        """A new one."""
-        return models.build(self.name, self.info)
-
-    def batches(self, task: Task, seed: int) -> Iterator[Part]:
-        """Inputs and labels of each step."""
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.empty(0, dtype=torch.long)
-        for _ in range(task.steps):
-            if len(order) < task.batch:
-                order = torch.randperm(len(self.x), generator=generator)
-            taken, order = order[: task.batch], order[task.batch :]
-            yield self.x[taken], self.y[taken]
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Percent and nats on the test part."""
-        x, y = self.test
-        with torch.inference_mode():
-            outputs = torch.cat([model(part) for part in x.split(1000)])
-        return {"accuracy": 100 * accuracy(model, self.test), "loss": float(loss(outputs, y))}
+def batches(task: Task, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels of each step."""
+    if task.data != "shakespeare":
+        return islice(shuffled(whole(task.data)[0], task.batch, seed), task.steps)
+    generator = torch.Generator().manual_seed(seed)
+    return (windows(0, generator, task.batch, CONTEXT) for _ in range(task.steps))
 
 
-class Windows:
-    """Random windows of tiny Shakespeare."""
-
-    def __init__(self, task: Task) -> None:
-        self.text = Text(CONTEXT)
-
-    def model(self) -> nn.Module:
-        """Two layers of width 64."""
-        return models.GPT(self.text.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
-
-    def batches(self, task: Task, seed: int) -> Iterator[Part]:
-        """Inputs and labels of each step."""
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(task.steps):
-            yield self.text.windows(0, generator, task.batch)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Nats on 1,000 windows of the test part, the same for all."""
-        x, y = self.text.windows(1, torch.Generator().manual_seed(0), 1000)
-        with torch.inference_mode():
-            pairs = zip(x.split(100), y.split(100), strict=True)
-            losses = [loss(model(inputs), labels) for inputs, labels in pairs]
-        return {"loss": float(torch.stack(losses).mean())}
-
-
-def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Of one rank."""
-    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
-
-
-def maker(task: Task, rate: float, *, rule: bool) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """The optimizer of all replicas."""
-    if task.optimizer == "sgd":
+def optimizer_of(way: dict[str, Any], task: Task, rate: float) -> Callable[[Any], Any]:
+    """Makes the optimizer of all replicas."""
+    if task.ways is not ADAM:
         return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9)
-    kind = gg.GossipAdamW if rule else torch.optim.AdamW
+    kind = gg.GossipAdamW if way.get("rule") else torch.optim.AdamW
     return lambda parameters: kind(parameters, lr=rate, weight_decay=0.01)
 
 
-def train(task: Task, source: Any, ranks: int, way: dict[str, Any], rate: float, seed: int):
-    """One run; accuracy of the mean of all replicas."""
-    options = dict(way)
-    rule = options.pop("rule", False)
+def train(task: Task, ranks: int, way: dict[str, Any], rate: float, seed: int) -> dict[str, Any]:
+    """One run: accuracy and loss of the mean of all replicas, and their distance to it."""
+    options = {key: value for key, value in way.items() if key not in ("rule", "mix")}
+    if mode := options.get("mode"):
+        named = matching(ranks, seed=seed) if isinstance(mode, gg.Stale) else None
+        options |= {} if named is None else {"topology": named}
     torch.manual_seed(seed)
     replicas = VirtualRanks(
-        source.model(),
+        task.model(),
         ranks,
-        optimizer=maker(task, rate, rule=rule),
+        optimizer=optimizer_of(way, task, rate),
         loss=loss,
-        batching="loop" if task.model == "gpt" and "strategy" not in way else "auto",
-        seed=seed if options.get("strategy") is None else 0,
+        batching="loop" if task.data == "shakespeare" and "strategy" not in way else "auto",
+        **({"strategy": "local"} if "mix" in way else {}),
         **options,
     )
-    began, warmup = time.perf_counter(), max(1, task.steps // 20)
-    for step, (x, y) in enumerate(source.batches(task, seed)):
+    parameters = [p.detach() for p in replicas.optimizer.param_groups[0]["params"]]
+    began, warm_up, losses, distances = time.perf_counter(), max(1, task.steps // 20), [], {}
+    for step, (x, y) in enumerate(batches(task, seed)):
         for group in replicas.optimizer.param_groups:
-            group["lr"] = cosine(rate, step, task.steps, warmup)
-        replicas.step(*(part.reshape(ranks, -1, *part.shape[1:]) for part in (x, y)))
-    found = source.evaluate(replicas.consensus_model().eval())
+            group["lr"] = cosine(rate, step, task.steps, warm_up)
+        parts = (part.reshape(ranks, -1, *part.shape[1:]) for part in (x, y))
+        losses.append(float(replicas.step(*parts).mean()))
+        if mix := way.get("mix"):
+            w = torch.cat([p.view(ranks, -1) for p in parameters], 1)
+            mix(step, w)
+            sizes = [p[0].numel() for p in parameters]
+            for p, part in zip(parameters, w.split(sizes, 1), strict=True):
+                p.view(ranks, -1).copy_(part)
+        if step + 1 in task.distances_at or (step + 1) % (task.steps // 10) == 0:
+            distances[step + 1] = round(replicas.consensus_distance(), 5)
+    is_text = task.data == "shakespeare"
+    fixed = torch.Generator().manual_seed(0)
+    test = windows(1, fixed, 1000, CONTEXT) if is_text else whole(task.data)[1]
+    found: dict[str, Any] = evaluate(replicas.consensus_model(), test)
+    found |= {"train_loss_50": losses[min(49, len(losses) - 1)], "distance": distances}
+    found["mean_distance"] = statistics.fmean(distances.values())
     return found | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def is_better(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Whether a run ended better; one that diverged is worse than any."""
-    if "accuracy" in one:
-        return one["accuracy"] > other["accuracy"]
-    return one["loss"] < other["loss"] or math.isnan(other["loss"])
+def row(
+    name: str, task: Task, ranks: int, way: str, seeds: int, reference: list, folder: Path
+) -> dict[str, Any]:
+    """Figures of a contestant, and their difference to the first one's, paired by seed."""
+    sent, options = task.ways[way]
+    setting = {"steps": task.steps, "batch": task.batch}
 
+    def run(rate: float, seed: int = SEARCH_SEED) -> dict[str, Any]:
+        path = folder / name / f"{ranks}-{way}-{rate:g}-{seed}.json".replace(" ", "")
+        return once(path, setting, lambda: train(task, ranks, options, rate, seed))
 
-class Runs:
-    """Runs that are done, by name; each is written as soon as it is."""
-
-    def __init__(self) -> None:
-        published, raw = (folder / f"{NAME}.json" for folder in (RESULTS, RESULTS / "raw"))
-        self.rows = json.loads(published.read_text())["rows"] if published.exists() else []
-        self.done = json.loads(raw.read_text())["raw"] if raw.exists() else {}
-        self.sources: dict[str, Any] = {}
-
-    def run(self, name: str, ranks: int, way: str, rate: float, seed: int) -> dict[str, float]:
-        """What a run came to."""
-        key = f"{name}/{ranks}/{way}/{rate:g}/{seed}"
-        if key not in self.done:
-            task = TASKS[name]
-            if name not in self.sources:
-                self.sources[name] = (Windows if task.model == "gpt" else Images)(task)
-            options = ways(task)[way][1]
-            self.done[key] = train(task, self.sources[name], ranks, options, rate, seed)
-            print(key, self.done[key], flush=True)
-            write(NAME, {"rows": self.rows}, raw=self.done)
-        return self.done[key]
-
-
-def ways(task: Task) -> dict[str, tuple[float, dict[str, Any]]]:
-    """The contestants of a task."""
-    return SGD if task.optimizer == "sgd" else ADAM
-
-
-def best_rate(runs: Runs, name: str, ranks: int, way: str) -> float:
-    """Of a grid of factors of 2 that is extended while its best is at an edge."""
-    rates = list(TASKS[name].rates)
-    while True:
-        found = {rate: runs.run(name, ranks, way, rate, SEARCH_SEED) for rate in rates}
-        best = rates[0]
-        for rate in rates[1:]:
-            best = rate if is_better(found[rate], found[best]) else best
-        if best == rates[0]:
-            rates.insert(0, best / 2)
-        elif best == rates[-1]:
-            rates.append(best * 2)
-        else:
-            return best
-
-
-def row(runs: Runs, name: str, ranks: int, way: str, seeds: int) -> dict[str, Any]:
-    """Figures of a contestant, and their paired difference to all-reduce's."""
-    key = "loss" if TASKS[name].model == "gpt" else "accuracy"
-
-    def of(one: str) -> tuple[float, list[float]]:
-        rate = best_rate(runs, name, ranks, one)
-        return rate, [runs.run(name, ranks, one, rate, seed)[key] for seed in SEEDS[:seeds]]
-
-    rate, values = of(way)
-    differences = [a - b for a, b in zip(values, of("all-reduce")[1], strict=True)]
-    figures = {"task": name, "ranks": ranks, "way": way, "rate": rate, "metric": key}
-    figures |= {"bytes": ways(TASKS[name])[way][0], "mean": round(statistics.mean(values), 3)}
-    figures["difference"] = round(statistics.mean(differences), 3)
-    if len(values) == len(SEEDS):
-        figures["interval"] = round(half_width_95(differences) or 0.0, 3)
-    return figures
+    metric, sign = ("loss", 1) if task.data == "shakespeare" else ("accuracy", -1)
+    rate = task.rates[0]
+    if len(task.rates) > 1:
+        rate = best_rate(task.rates, lambda rate: sign * run(rate)[metric], 2.0)[0]
+    runs = [run(rate, seed) for seed in range(seeds)]
+    values = [found[metric] for found in runs]
+    reference[:] = reference or values
+    figures: dict[str, Any] = {"task": name, "ranks": ranks, "way": way, "rate": rate}
+    figures |= {"metric": metric, "bytes": sent, "mean": round(statistics.mean(values), 3)}
+    figures |= paired(values, reference) | {"seeds": [*range(seeds)], metric: values}
+    for key in ("train_loss_50", "mean_distance"):
+        figures[key] = round(statistics.fmean(found[key] for found in runs), 4)
+    tables = [{str(step): far for step, far in found["distance"].items()} for found in runs]
+    means = {step: statistics.fmean(table[step] for table in tables) for step in tables[0]}
+    return figures | {"distance": {step: round(mean, 4) for step, mean in means.items()}}
 
 
 def main() -> None:
-    """Runs what is asked for and not done; writes the rows of all that was asked for."""
+    """Runs what is asked for and not done, and writes after each contestant."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128])
+    parser.add_argument("--tasks", nargs="+", default=["mlp", "mlp-adam"], choices=list(TASKS))
+    parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--ways", nargs="+", help="contestants; all by default")
-    parser.add_argument("--seeds", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--threads", type=int, default=1)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    runs, rows = Runs(), []
-    for name in asked.tasks:
-        for ranks in asked.ranks:
-            for way in ways(TASKS[name]):
-                if TASKS[name].batch % ranks == 0 and (not asked.ways or way in asked.ways):
-                    rows.append(row(runs, name, ranks, way, asked.seeds))
-                    print(rows[-1], flush=True)
-    new = {(each["task"], each["ranks"], each["way"]) for each in rows}
-    kept = [each for each in runs.rows if (each["task"], each["ranks"], each["way"]) not in new]
-    write(NAME, {"rows": kept + rows}, raw=runs.done)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--steps", type=int, help="for a try")
+    parser.add_argument("--folder", type=Path, default=Path("runs/equal_accuracy"))
+    parser.add_argument("--processes", choices=_command.GROUPS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.processes:
+        return print(_command.compare(options.processes, options.seeds))
+    every = {way for name in options.tasks for way in TASKS[name].ways}
+    if unknown := {*(options.ways or ())} - every:
+        parser.error(f"--ways {unknown.pop()!r}: choose among {', '.join(sorted(every))}")
+    rows: list[dict[str, Any]] = []
+    for name in options.tasks:
+        task = TASKS[name]._replace(**({"steps": options.steps} if options.steps else {}))
+        for ranks in options.ranks or task.ranks:
+            first, reference = next(iter(task.ways)), list[float]()
+            for way in dict.fromkeys(
+                [first, *(w for w in options.ways or task.ways if w in task.ways)]
+            ):
+                rows.append(row(name, task, ranks, way, options.seeds, reference, options.folder))
+                tell("", rows[-1])
+                published = merged("equal_accuracy", rows, "task", "ranks", "way")
+                write("equal_accuracy", {"rows": published})
+    return None
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 * `step`: two processes that share one card train a GPT in bfloat16 autocast. Contestants take turns
   in the same two processes, block by block: no exchange, gossip, gossip with a bfloat16 wire,
   gossip in mode `sync`, DDP over Gloo. (NCCL refuses two ranks on one card.) Messages pass through
-  host memory and ZeroMQ on loopback.
-* `copies`: a snapshot of the same parameters: how long the compute stream is occupied, and how long
-  the way to host memory takes beside it.
+  host memory and loopback.
 * `selection`: `top_k` and `torch.topk` on the card.
 * `second_order`: a step of SOAP with roots computed in the step, and in the background.
 
@@ -21,14 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
-from benchmarks._common import write
-from benchmarks._processes import in_processes
-from gossipgrad import models
-from gossipgrad.comm import BucketPlan, Snapshot, TensorSpec
+from benchmarks._common import in_processes, spread, tell, write
+from benchmarks._tasks import GPT, loss
 from gossipgrad.compression import top_k
 
 CONTESTANTS = ("no exchange", "gossip", "gossip, bf16 wire", "gossip, sync", "DDP over Gloo")
@@ -38,9 +33,7 @@ VOCABULARY, CONTEXT = 8192, 256
 def gpt(layers: int, width: int) -> nn.Module:
     """A GPT on the card, from the same seed everywhere."""
     torch.manual_seed(0)
-    return models.GPT(
-        VOCABULARY, context=CONTEXT, layers=layers, width=width, heads=width // 64
-    ).cuda()
+    return GPT(VOCABULARY, context=CONTEXT, layers=layers, width=width, heads=width // 64).cuda()
 
 
 def batch_of(size: int) -> tuple[Tensor, Tensor]:
@@ -52,8 +45,8 @@ def batch_of(size: int) -> tuple[Tensor, Tensor]:
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """One step, without reading its loss."""
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-    loss.backward()
+        value = loss(model(batch[0]), batch[1])
+    value.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -154,36 +147,6 @@ def timed(function: Callable[[], Any], repeats: int = 15) -> dict[str, Any]:
     return quartiles(values)
 
 
-def copies(sizes: tuple[int, int]) -> dict[str, Any]:
-    """The snapshot on the compute stream, and the transfer to pinned host memory beside it."""
-    parameters = [p.detach() for p in gpt(*sizes).parameters()]
-    found: dict[str, Any] = {"bytes": sum(p.nbytes for p in parameters)}
-    for wire in (torch.float32, torch.bfloat16):
-        specs = [TensorSpec.of(str(number), p) for number, p in enumerate(parameters)]
-        plan = BucketPlan.make(specs, wire_dtype=wire)
-        snapshot = Snapshot(plan, torch.device("cuda"))
-
-        def take(plan: BucketPlan = plan, snapshot: Snapshot = snapshot) -> list[Any]:
-            return [
-                snapshot.take(number, [parameters[index] for index in layout.indices])
-                for number, layout in enumerate(plan.buckets)
-            ]
-
-        beside = []
-        for _ in range(12):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _, wait in take():
-                if wait is not None:
-                    wait()
-            beside.append(time.perf_counter() - start)
-        found[str(wire).removeprefix("torch.")] = {
-            "compute_stream": timed(take),
-            "until_in_host_memory": quartiles(beside[2:]),
-        }
-    return found
-
-
 def selection() -> dict[str, Any]:
     """Milliseconds to select a share of values."""
     found: dict[str, Any] = {}
@@ -209,7 +172,7 @@ def second_order(steps: int) -> dict[str, Any]:
     made = {}
     for name, refresh in ways.items():
         torch.manual_seed(0)
-        model = models.GPT(VOCABULARY, context=CONTEXT, layers=4, width=256, heads=4).cuda()
+        model = gpt(4, 256)
         optimizer = gg.SOAP(model, lr=1e-4, refresh=refresh, max_dim=1024)
         made[name] = (model, optimizer)
     times: dict[str, list[float]] = {name: [] for name in made}
@@ -224,12 +187,12 @@ def second_order(steps: int) -> dict[str, Any]:
                 if number:
                     times[name].append(time.perf_counter() - start)
     for name, (_, optimizer) in made.items():
-        values = sorted(times[name])
-        median = statistics.median(values)
+        of_steps = spread(times[name])
         found[name] = {
-            **quartiles(values),
-            "ms_mean": round(1e3 * statistics.mean(values), 3),
-            "p99_over_median": round(values[int(0.99 * len(values))] / median, 3),
+            **quartiles(times[name]),
+            "ms_mean": round(1e3 * statistics.mean(times[name]), 3),
+            "ms_longest": round(1e3 * of_steps["longest"], 3),
+            "p99_over_median": round(of_steps["p99"] / of_steps["median"], 3),
             "roots": str(optimizer.refresh_stats),
         }
         optimizer.close()
@@ -246,7 +209,6 @@ def main() -> None:
         raise SystemExit("benchmarks.gpu needs a CUDA device, and torch finds none")
     figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "seed": 0}
     parts: dict[str, Callable[[], Any]] = {
-        "copies": lambda: copies((8, 512)),
         "selection": selection,
         "second_order": lambda: second_order(5 * options.steps),
         "step": lambda: [
@@ -256,7 +218,7 @@ def main() -> None:
     for name, part in parts.items():
         begun = time.perf_counter()
         figures[name] = part()
-        print(f"{name}: {time.perf_counter() - begun:.0f} s", figures[name], flush=True)
+        tell(f"{name}: {time.perf_counter() - begun:.0f} s", figures[name])
         path = write("gpu", figures)
     print(path)
 

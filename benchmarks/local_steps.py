@@ -1,41 +1,35 @@
 """Local steps with an outer optimizer: accuracy against bytes, beside DiLoCo and its kin.
 
 All ranks are in one process: a perceptron 196-64-64-10 on Fashion-MNIST pooled to 14 x 14, whose
-parameters have the ranks as their first dimension, so that all ranks step in one `bmm`. Inner
-optimizer AdamW, warm-up then cosine to 0; each rank has its own samples, 512 in all in a step. What
-is judged is the mean of the replicas, at the end, on the 10,000 test images.
-
-Each contestant is below in under 100 lines. Its inner and outer learning rates are found by one
-search on a seed of its own, for each H and number of ranks.
-
-What is trained replaces what is published of it; other rows stay.
+parameters have the ranks as their first dimension. Inner optimizer AdamW, warm-up then cosine to 0;
+each rank has its own samples, 512 in all in a step. What is judged is the mean of the replicas, on
+the 10,000 test images. Inner and outer learning rates come from one search on a seed of its own,
+for each H and number of ranks: the inner one with the paper's outer one, then the outer one; all
+pairs for H = 1, where the two multiply.
 
     python -m benchmarks.local_steps
-    python -m benchmarks.local_steps --ranks 8 --periods 32 --seeds 1 --only "DiLoCo;ours"
+    python -m benchmarks.local_steps --ranks 8 --periods 32 --seeds 1 --only DiLoCo ours
 """
 
 import argparse
-import json
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from benchmarks._common import RESULTS, half_width_95, write
-from benchmarks._tasks import whole
+from benchmarks._common import half_width_95, merged, tell, write
+from benchmarks._tasks import Part, cosine, loss, whole
 from gossipgrad.topology import by_name
 
 SHAPES = [(196, 64), (64,), (64, 64), (64,), (64, 10), (10,)]
 NUMEL = sum(math.prod(shape) for shape in SHAPES)
-GLOBAL_BATCH = 512
+GLOBAL_BATCH, SEARCH_SEED = 512, 100
 INNER_LRS = (0.002, 0.005, 0.012, 0.03)
-OUTER_LRS = (0.1, 0.3, 0.7, 1.0)
-SEARCH_SEED = 100
 
 
 class Ranks:
@@ -43,41 +37,28 @@ class Ranks:
 
     def __init__(self, count: int, lr: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.count = count
-        self.x: list[nn.Parameter] = []
+        self.count, self.x = count, list[nn.Parameter]()
         for shape in SHAPES:
             bound = 1 / math.sqrt(shape[0])
             one = (2 * torch.rand(shape, generator=generator) - 1) * bound
             self.x.append(nn.Parameter(one.expand(count, *shape).clone()))
         self.adam = torch.optim.AdamW(self.x, lr=lr, weight_decay=0.1, fused=True)
 
-    def logits(self, images: Tensor, of: list[Tensor]) -> Tensor:
-        """Of images of shape `(ranks, batch, 196)`."""
+    def logits(self, images: Tensor, weights: list[Tensor]) -> Tensor:
+        """For images of shape `(ranks, batch, 196)`."""
         h = images
-        for place in range(0, len(of), 2):
-            h = torch.baddbmm(of[place + 1][:, None], h, of[place])
-            if place < 4:
-                h = h.relu()
+        for index in range(0, len(weights), 2):
+            h = torch.baddbmm(weights[index + 1][:, None], h, weights[index])
+            h = h.relu() if index < 4 else h
         return h
 
-    def step(self, images: Tensor, labels: Tensor, lr: float, *, averages: bool = False) -> None:
+    def step(self, images: Tensor, labels: Tensor, lr: float, *, averages: bool) -> None:
         """A step of every rank."""
-        logits = self.logits(images, self.x)
-        # The sum over ranks of their mean losses.
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        gradients = torch.autograd.grad(loss * self.count, self.x)
-        for parameter, gradient in zip(self.x, gradients, strict=True):
+        value = loss(self.logits(images, self.x), labels) * self.count  # the sum of mean losses
+        for parameter, gradient in zip(self.x, torch.autograd.grad(value, self.x), strict=True):
             parameter.grad = average(gradient).contiguous() if averages else gradient
         self.adam.param_groups[0]["lr"] = lr
         self.adam.step()
-
-    @torch.no_grad()
-    def judge(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Accuracy in percent and loss of the mean of the replicas."""
-        mean = [parameter.mean(0, keepdim=True) for parameter in self.x]
-        logits = self.logits(images[None], mean)[0]
-        right = (logits.argmax(1) == labels).float().mean().item()
-        return 100 * right, nn.functional.cross_entropy(logits, labels).item()
 
 
 def average(stacked: Tensor) -> Tensor:
@@ -85,14 +66,9 @@ def average(stacked: Tensor) -> Tensor:
     return stacked.mean(0, keepdim=True).expand_as(stacked)
 
 
-def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Detached copies."""
-    return [tensor.detach().clone() for tensor in tensors]
-
-
 @cache
 def partners_of(topology: str, count: int, seed: int, round: int) -> Tensor:
-    """Whom each rank hears from in a round."""
+    """The rank from which each one receives in a round."""
     schedule = by_name(topology, count, seed=seed)
     return torch.tensor([schedule.peers(round, r).recv_from for r in range(count)])
 
@@ -100,20 +76,16 @@ def partners_of(topology: str, count: int, seed: int, round: int) -> Tensor:
 class Contestant:
     """What happens after the local step `t`, counted from 1; counts the bytes that a rank sends."""
 
-    outer_lrs: tuple[float, ...] = OUTER_LRS
-    outer_lr = 0.7
-    momentum = 0.9
+    outer_lrs: tuple[float, ...] = (0.1, 0.3, 0.7, 1.0)
+    outer_lr, momentum, topology = 0.7, 0.9, "dissemination"
     periods: tuple[int, ...] = (1, 8, 32, 100)
     averages_gradients = False
-    topology = "dissemination"
-    most_ranks = 32
 
     def __init__(self, ranks: Ranks, period: int, outer_lr: float, seed: int) -> None:
         self.ranks, self.period, self.lr, self.seed = ranks, period, outer_lr, seed
-        self.bytes = 0.0
-        self.y = copies(ranks.x)
+        self.bytes, self.rounds = 0.0, 0
+        self.y = [x.detach().clone() for x in ranks.x]
         self.m = [torch.zeros_like(y) for y in self.y]
-        self.rounds = 0
 
     def after(self, t: int) -> None:
         """Ends a period if it is due."""
@@ -135,15 +107,15 @@ class Contestant:
         p = self.ranks.count
         self.bytes += elements * width * (2 * (p - 1) / p if all_reduce else 1.0)
 
-    def restart(self, at: list[Tensor]) -> None:
-        """Local weights go on from these, which are the outer ones."""
-        for x, y, new in zip(self.ranks.x, self.y, at, strict=True):
+    def restart(self, weights: list[Tensor]) -> None:
+        """Local and outer weights are these."""
+        for x, y, new in zip(self.ranks.x, self.y, weights, strict=True):
             x.copy_(new)
             y.copy_(new)
 
-    def nesterov(self, place: int, y: Tensor, d: Tensor) -> Tensor:
+    def nesterov(self, index: int, y: Tensor, d: Tensor) -> Tensor:
         """An outer step with pseudo-gradient `d`."""
-        m = self.m[place].mul_(self.momentum).add_(d)
+        m = self.m[index].mul_(self.momentum).add_(d)
         return y - self.lr * (d + self.momentum * m)
 
     def pseudo_gradients(self) -> list[Tensor]:
@@ -170,7 +142,7 @@ class DiLoCo(Contestant):
 
 
 class StreamingDiLoCo(Contestant):
-    """Douillard et al., arXiv:2501.18512: three fragments in turn, applied `delay` steps later.
+    """arXiv:2501.18512: three fragments in turn, applied `delay` steps later.
 
     Deviations: a fragment is a layer; messages are fp32, not 4 bits.
     """
@@ -179,20 +151,18 @@ class StreamingDiLoCo(Contestant):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.due: dict[int, tuple[int, list[Tensor]]] = {}
+        self.due: dict[int, tuple[tuple[int, int], list[Tensor]]] = {}
 
     def after(self, t: int) -> None:
         for fragment in range(3):
             if t % self.period == (fragment + 1) * self.period // 3 % self.period:
-                places = (2 * fragment, 2 * fragment + 1)
-                d = [average(self.y[i] - self.ranks.x[i]) for i in places]
-                self.due[t + self.delay] = fragment, d
-                self.sends(sum(math.prod(SHAPES[i]) for i in places), all_reduce=True)
-        if t in self.due:
-            fragment, d = self.due.pop(t)
-            for i, each in zip((2 * fragment, 2 * fragment + 1), d, strict=True):
-                self.y[i] = self.nesterov(i, self.y[i], each)
-                self.ranks.x[i].lerp_(self.y[i], 1 - self.mixing)
+                layer = (2 * fragment, 2 * fragment + 1)
+                d = [average(self.y[i] - self.ranks.x[i]) for i in layer]
+                self.due[t + self.delay] = layer, d
+                self.sends(sum(math.prod(SHAPES[i]) for i in layer), all_reduce=True)
+        for i, d in zip(*self.due.pop(t, ((), ())), strict=True):
+            self.y[i] = self.nesterov(i, self.y[i], d)
+            self.ranks.x[i].lerp_(self.y[i], 1 - self.mixing)
 
 
 class NoLoCo(Contestant):
@@ -213,10 +183,7 @@ class NoLoCo(Contestant):
 
 
 class Sparta(Contestant):
-    """A random share of the weights averaged exactly in every step, and no outer optimizer.
-
-    Exogym's rule; the share is 1 / H, so that a period sends each weight once on average.
-    """
+    """Exogym's rule: a random share of 1 / H of the weights averaged exactly in every step."""
 
     outer_lrs = ()
 
@@ -226,9 +193,9 @@ class Sparta(Contestant):
 
     def after(self, t: int) -> None:
         for x in self.ranks.x:
-            at = torch.rand(x.shape[1:], generator=self.generator) < 1 / self.period
-            x.copy_(torch.where(at, average(x), x))
-            self.sends(at.sum().item(), all_reduce=True)
+            chosen = torch.rand(x.shape[1:], generator=self.generator) < 1 / self.period
+            x.copy_(torch.where(chosen, average(x), x))
+            self.sends(chosen.sum().item(), all_reduce=True)
 
 
 class SparseLoCo(Contestant):
@@ -244,18 +211,18 @@ class SparseLoCo(Contestant):
         p, new = self.ranks.count, []
         for i, (y, d) in enumerate(zip(self.y, self.pseudo_gradients(), strict=True)):
             e = self.m[i].mul_(self.decay).add_(d)  # here m is what was not sent
-            pieces = []
+            sent = []
             for piece in e.view(p, -1).split(self.chunk, 1):
                 k = max(1, round(self.share * piece.shape[1]))
-                value, at = piece.gather(1, (top := piece.abs().topk(k, 1)).indices), top.indices
+                at = piece.abs().topk(k, 1).indices
+                value = piece.gather(1, at)
                 most = value.abs().amax(1, keepdim=True).clamp_min(1e-30)
                 level = ((value / most + 1) * 1.5).round().clamp(0, 3)
-                sent = most * (2 * level - 3) / 3
-                pieces.append(torch.zeros_like(piece).scatter(1, at, sent))
+                sent.append(torch.zeros_like(piece).scatter(1, at, most * (2 * level - 3) / 3))
                 self.sends(k * (p - 1), all_reduce=False, width=14 / 8)
-            sent = torch.cat(pieces, 1).view_as(e)
-            e.sub_(sent)
-            new.append(y - self.lr * average(sent))
+            whole_sent = torch.cat(sent, 1).view_as(e)
+            e.sub_(whole_sent)
+            new.append(y - self.lr * average(whole_sent))
         self.restart(new)
 
 
@@ -272,8 +239,7 @@ class OursOverlap(Ours):
     """`mode="overlap"`: what was sent as the period began is mixed at its end."""
 
     def exchange(self) -> None:
-        mixed = [self.mix(y) - y for y in self.y]
-        d = self.pseudo_gradients()
+        mixed, d = [self.mix(y) - y for y in self.y], self.pseudo_gradients()
         self.restart([self.nesterov(i, y, d[i]) + mixed[i] for i, y in enumerate(self.y)])
         self.sends(NUMEL, all_reduce=False)
 
@@ -312,136 +278,94 @@ CONTESTANTS: dict[str, type[Contestant]] = {
 }
 
 
-def batches(images: Tensor, labels: Tensor, p: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Samples of every rank for ever; each epoch in another order, dealt without repetition."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(images), generator=generator)
-        for at in order[: len(order) // GLOBAL_BATCH * GLOBAL_BATCH].view(-1, p, GLOBAL_BATCH // p):
-            yield images[at], labels[at]
+@cache
+def images() -> tuple[Part, Part]:
+    """Standardised images of shape `(n, 196)`, and labels: to train, to test."""
+    parts = [
+        (F.avg_pool2d(x.view(-1, 1, 28, 28), 2).flatten(1), y) for x, y in whole("fashion-mnist")
+    ]
+    mean, deviation = parts[0][0].mean(), parts[0][0].std()
+    train, test = (((x - mean) / deviation, y) for x, y in parts)
+    return train, test
 
 
 def run(
-    kind: type[Contestant],
-    p: int,
-    period: int,
-    steps: int,
-    lr: float,
-    outer_lr: float,
-    seed: int,
-    images: dict[str, tuple[Tensor, Tensor]],
-    watch: Callable[[int, Ranks], None] = lambda t, ranks: None,
+    kind: type[Contestant], p: int, period: int, steps: int, lr: float, outer_lr: float, seed: int
 ) -> dict[str, float]:
-    """One training; accuracy of the mean at the end, its loss, and megabytes that a rank sent.
-
-    `watch` is called after each step with its number, from 1.
-    """
-    ranks = Ranks(p, lr, seed)
+    """One training: accuracy and loss of the mean at the end, and megabytes that a rank sent."""
+    (x, y), (test_x, test_y) = images()
+    ranks, order = Ranks(p, lr, seed), torch.empty(0, dtype=torch.long)
     with torch.no_grad():
         contestant = kind(ranks, period, outer_lr, seed)
-    source = batches(*images["train"], p, seed)
+    generator = torch.Generator().manual_seed(seed)
     for t in range(1, steps + 1):
-        warm = min(1.0, t / (0.1 * steps))
-        rate = lr * warm * (0.5 + 0.5 * math.cos(math.pi * t / steps))
-        ranks.step(*next(source), rate, averages=kind.averages_gradients)
+        if len(order) < GLOBAL_BATCH:
+            order = torch.randperm(len(y), generator=generator)
+        chosen, order = order[:GLOBAL_BATCH].view(p, -1), order[GLOBAL_BATCH:]
+        rate = min(1.0, t / (0.1 * steps)) * cosine(lr, t, steps)
+        ranks.step(x[chosen], y[chosen], rate, averages=kind.averages_gradients)
         with torch.no_grad():
             contestant.after(t)
-            watch(t, ranks)
-    accuracy, loss = ranks.judge(*images["test"])
-    return {"accuracy": accuracy, "loss": loss, "megabytes": contestant.bytes / 1e6}
+    with torch.no_grad():
+        logits = ranks.logits(test_x[None], [w.mean(0, keepdim=True) for w in ranks.x])[0]
+    accuracy = 100 * (logits.argmax(1) == test_y).float().mean().item()
+    return {
+        "accuracy": accuracy,
+        "loss": loss(logits, test_y).item(),
+        "megabytes": contestant.bytes / 1e6,
+    }
 
 
-def search(kind: type[Contestant], *args: Any, images: Any) -> tuple[float, float, str]:
-    """The best inner and outer rate, and the loss of all that were tried.
-
-    The inner one with the outer one of the paper, then the outer one with that. With H = 1, where
-    the two multiply and the best of both is far from the papers', all pairs.
-    """
+def search(kind: type[Contestant], p: int, period: int, steps: int) -> tuple[float, float, str]:
+    """The best inner and outer rate, and the loss of all that were tried."""
     losses: dict[tuple[float, float], float] = {}
 
     def best_of(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
         for pair in pairs:
             if pair not in losses:
-                loss = run(kind, *args, *pair, SEARCH_SEED, images)["loss"]
-                losses[pair] = loss if math.isfinite(loss) else math.inf
+                value = run(kind, p, period, steps, *pair, SEARCH_SEED)["loss"]
+                losses[pair] = value if math.isfinite(value) else math.inf
         return min(losses, key=lambda pair: losses[pair])
 
-    inner, outer = best_of((lr, kind.outer_lr) for lr in INNER_LRS)
-    inners = INNER_LRS if args[1] == 1 else (inner,)
+    inner, _ = best_of((lr, kind.outer_lr) for lr in INNER_LRS)
+    inners = INNER_LRS if period == 1 else (inner,)
     inner, outer = best_of((lr, each) for each in kind.outer_lrs for lr in inners)
-    tried = ", ".join(f"{i:g}/{o:g} {loss:.4f}" for (i, o), loss in losses.items())
+    tried = ", ".join(f"{i:g}/{o:g} {value:.4f}" for (i, o), value in losses.items())
     return inner, outer, tried
 
 
-def load() -> dict[str, tuple[Tensor, Tensor]]:
-    """Images of shape `(n, 196)`, and labels."""
-    found = {
-        name: (nn.functional.avg_pool2d(x.view(-1, 1, 28, 28), 2).flatten(1), y)
-        for name, (x, y) in zip(("train", "test"), whole("fashion-mnist"), strict=True)
-    }
-    mean, deviation = found["train"][0].mean(), found["train"][0].std()
-    return {name: ((x - mean) / deviation, y) for name, (x, y) in found.items()}
-
-
-def merged(rows: list[dict[str, Any]], setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """These rows, and what is published of others.
-
-    Raises:
-        ValueError: Those are of other settings.
-    """
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["ranks"], list(CONTESTANTS).index(row["contestant"]), row["local_steps"]
-
-    found = {}
-    if (path := RESULTS / "local_steps.json").exists():
-        before = json.loads(path.read_text())
-        if before["settings"] != setting:
-            raise ValueError(f"{path} is of {before['settings']}, not {setting}: remove it first")
-        found = {key(row): row for row in before["rows"]}
-    found |= {key(row): row for row in rows}
-    return [found[each] for each in sorted(found)]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Trains what is asked for; rows of others stay."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--periods", type=int, nargs="+", default=[1, 8, 32, 100])
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", help="contestants, with ; between; by default all")
-    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
     options = parser.parse_args()
-    names = list(CONTESTANTS) if options.only is None else options.only.split(";")
-    setting = {
-        "steps": options.steps,
-        "global_batch": GLOBAL_BATCH,
-        "parameters": NUMEL,
-        "search_seed": SEARCH_SEED,
-    }
-    images, rows, begun = load(), [], time.perf_counter()
+    setting = {"steps": options.steps, "global_batch": GLOBAL_BATCH, "parameters": NUMEL}
+    rows: list[dict[str, Any]] = []
     for p in options.ranks:
-        for name in (name for name in names if p <= CONTESTANTS[name].most_ranks):
+        for name in options.only:
             kind = CONTESTANTS[name]
             for period in (h for h in options.periods if h in kind.periods):
-                of = kind, p, period, options.steps
-                inner, outer, tried = search(*of, images=images)
-                runs = [run(*of, inner, outer, seed, images) for seed in range(options.seeds)]
+                inner, outer, tried = search(kind, p, period, options.steps)
+                rates = (kind, p, period, options.steps, inner, outer)
+                runs = [run(*rates, seed) for seed in range(options.seeds)]
                 row: dict[str, Any] = {"ranks": p, "contestant": name, "local_steps": period}
                 row |= {"inner_lr": inner, "outer_lr": outer if kind.outer_lrs else None}
                 for key in ("accuracy", "loss"):
                     values = [each[key] for each in runs]
-                    mean = statistics.fmean(values)
-                    half = half_width_95(values) if math.isfinite(mean) else None
-                    row[key] = [round(v, 4) if math.isfinite(v) else None for v in values]
-                    row[f"{key}_mean"] = round(mean, 4) if math.isfinite(mean) else None
-                    row[f"{key}_interval"] = None if half is None else round(half, 4)
-                row["megabytes"] = round(runs[0]["megabytes"], 3)
-                row["search"] = tried
-                rows.append(row)
-                print(f"{time.perf_counter() - begun:5.0f} s", row, flush=True)
-        if not options.no_write:
-            write("local_steps", {"settings": setting, "rows": merged(rows, setting)})
+                    row[key] = [
+                        round(value, 4) if math.isfinite(value) else None for value in values
+                    ]
+                    is_finite = all(map(math.isfinite, values))
+                    row[f"{key}_mean"] = round(statistics.fmean(values), 4) if is_finite else None
+                    row[f"{key}_interval"] = half_width_95(values) if is_finite else None
+                rows.append(row | {"megabytes": round(runs[0]["megabytes"], 3), "search": tried})
+                tell("", rows[-1])
+                published = merged("local_steps", rows, "ranks", "contestant", "local_steps")
+                write("local_steps", {"settings": setting, "rows": published})
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
-from benchmarks._common import write
+from benchmarks._common import spread, write
 
 ABOUT = {
+    "seed": 0,
     "world_size": 4,
     "steps": 200,
     "compute_seconds": 0.02,
@@ -66,7 +67,7 @@ class Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def goes_on(self, steps: int) -> bool:
+    def continues(self, steps: int) -> bool:
         """Whether there is another step, after so many."""
         return steps < STEPS
 
@@ -76,17 +77,17 @@ class Contestant:
 
 
 class Gossip(Contestant):
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, **options: str) -> None:
+        self.options = options
         super().__init__()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.optimizer = _sgd(model.parameters())
-        self.session = gg.gossip(model, self.optimizer, topology="matching", mode=self.mode)
+        self.session = gg.gossip(model, self.optimizer, **self.options)
         return model
 
-    def goes_on(self, steps: int) -> bool:
-        # In mode stale a rank that was held up goes on where the others are, and ends with them.
+    def continues(self, steps: int) -> bool:
+        # In mode stale a rank that was held up continues where the others are, and ends with them.
         if self.session.rank == VICTIM:
             return self.session.position < WARM_UP + STEPS
         return steps < STEPS
@@ -120,8 +121,9 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 CONTESTANTS: dict[str, Callable[[], Contestant]] = {
-    "gossip, stale": lambda: Gossip("stale"),
-    "gossip, overlap": lambda: Gossip("overlap"),
+    "gossip": Gossip,  # all defaults
+    "gossip, stale": lambda: Gossip(topology="matching", mode="stale"),
+    "gossip, overlap": lambda: Gossip(topology="matching", mode="overlap"),
     "Decent-DP, one-peer exponential": DecentDP,
     "DDP": Contestant,
 }
@@ -144,7 +146,7 @@ def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connectio
     dist.barrier()
     ran: Ran = {"begins": [time.monotonic()], "how": "all steps", "outcomes": None}
     try:
-        while made.goes_on(number := len(ran["begins"]) - 1):
+        while made.continues(number := len(ran["begins"]) - 1):
             if number == AT_STEP and happens == "sleeps":
                 time.sleep(ABOUT["sleep_seconds"])
             if number == AT_STEP and happens == "dies":
@@ -198,6 +200,7 @@ def cell_of(contestant: str, scenario: str, repeats: list[dict[int, Ran]]) -> di
         "contestant": contestant,
         "scenario": scenario,
         "median_step_seconds": round(median(s for of in steps for own in of for s in own), 5),
+        "p99_step_seconds": spread([s for of in steps for own in of for s in own])["p99"],
         "longest_step_seconds": [round(max(max(own) for own in of), 4) for of in steps],
         "steps_of_others": [[len(own) for own in of] for of in steps],
         "seconds_of_others": [
@@ -217,9 +220,10 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
     options = parser.parse_args()
     cells = []
-    for contestant in CONTESTANTS:
+    for contestant in options.only:
         if contestant.startswith("Decent") and find_spec("decent_dp") is None:
             print(f"{contestant} is not installed: make .venv/.decent-dp")
             continue

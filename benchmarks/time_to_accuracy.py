@@ -2,17 +2,14 @@
 
 Every worker is a host of its own behind a link of the laboratory, and computes for real; hosts
 share this machine's cores, so a step takes longer the more of them there are, and the processors
-are busy throughout: every run says how much of that other programs took.
-The target of a seed is the final accuracy that DistributedDataParallel has with it, or half a point
-less (`sparse`, `apoptosis`). A contestant runs as many epochs, and where it falls short of the
-target once more with more of them: a learning rate that falls to zero with the last epoch leaves a
-run that is a tenth of a point short nothing to catch up with.
+are busy throughout: every run says how much of that other programs took. The target of a seed is
+the final accuracy of DistributedDataParallel with it, or half a point less (`sparse`,
+`apoptosis`). A contestant runs as many epochs, and where it falls short of the target once more
+with more of them: a learning rate that falls to zero with the last epoch leaves a run that is a
+tenth of a point short nothing to catch up with.
 
-The gossip family takes about two hours on 2 cores. Runs that are done are kept, and one that failed
-is tried again by the next call. Results are written when nothing is missing; before, what is done
-is written into the folder.
-
-Needs what `benchmarks.network` needs: Linux, root, iproute2.
+The gossip family takes about two hours on 2 cores. Runs that are done are kept. Needs Linux, root
+and iproute2, as `benchmarks.network` does.
 
     python -m benchmarks.time_to_accuracy
     python -m benchmarks.time_to_accuracy --family sparse
@@ -29,203 +26,159 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks._common import BusyError, CpuBusy, alone, ends_as_ctrl_c, write
-from benchmarks.network import Network, NetworkError
-from benchmarks.network._cells import MOST_BUSY_BY_OTHERS
-from benchmarks.network.hosts import run_everywhere
+from benchmarks._common import CpuBusy, ends_as_ctrl_c, write
+from benchmarks.network import Network, NetworkError, run_everywhere
+from benchmarks.network._measure import MOST_BUSY_BY_OTHERS
 
-SEEDS = 3
-BUSY = (
-    "the hosts share this machine's processors, which are busy throughout by design: a run is "
-    "marked by what other programs took of them, not by how busy they were"
-)
+DDP = "DDP"
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is trained, on how many hosts, behind which links.
-
-    Attributes:
-        options: Of `gossipgrad train`, for all contestants.
-        own: Of all but DDP.
-    """
+class Task(NamedTuple):
+    """What is trained, on how many hosts, behind which links."""
 
     name: str
     world_size: int
     rate_bits_per_second: float
     epochs: int
-    options: tuple[str, ...]
-    own: tuple[str, ...] = ()
+    options: str  # of `gossipgrad train`
+    own: str = ""  # of all but DDP
 
 
-@dataclass(frozen=True)
-class Family:
-    """Contestants that are held against DDP.
-
-    Attributes:
-        results: Their name in the results.
-        ddp: What DDP is called there.
-        contestants: By name, the strategy with its options, and how many times the epochs.
-        longer: Those that run only where the ones before them fell short of the target.
-        less: By how much the target is below the accuracy of DDP.
-    """
+class Family(NamedTuple):
+    """Contestants that are held against DDP."""
 
     results: str
-    ddp: str
-    contestants: dict[str, tuple[tuple[str, ...], float]]
-    longer: tuple[str, ...]
-    less: float
+    contestants: dict[str, tuple[str, float]]  # the strategy, and how many times the epochs
+    less: float  # by how much the target is below the accuracy of DDP
     tasks: tuple[Task, ...]
 
-    def command(self, run: "Run") -> list[str]:
-        """The words after `gossipgrad`."""
-        task, is_ddp = run.task, run.contestant == self.ddp
-        strategy, factor = (("allreduce",), 1.0) if is_ddp else self.contestants[run.contestant]
-        words = ["train", *task.options, "--epochs", str(round(task.epochs * factor))]
-        words += ["--strategy", *strategy, *(() if is_ddp else task.own)]
-        return [*words, "--seed", str(run.seed), "--trace", "0"]
 
-    def folder(self, run: "Run", base: Path) -> Path:
-        """Where a run is kept; other settings have another."""
-        task, command = run.task, " ".join(self.command(run))
-        rate = f"{task.rate_bits_per_second / 1e6:g}mbit"
-        text = f"{task.name}-{task.world_size}-{rate}-{run.contestant}-{run.seed}"
-        text = text.replace(" ", "").replace(",", "-").lower()
-        return base / f"{text}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One of the runs."""
 
+    family: Family
     task: Task
     contestant: str
     seed: int
 
     @property
-    def name(self) -> str:
+    def command(self) -> str:
+        """The words after `gossipgrad`."""
         task = self.task
-        return f"{task.name}, {task.world_size} hosts, {self.contestant}, seed {self.seed}"
+        strategy, factor = self.family.contestants.get(self.contestant, ("allreduce", 1.0))
+        own = "" if self.contestant == DDP else f" {task.own}"
+        epochs = round(task.epochs * factor)
+        words = f"train {task.options} --epochs {epochs} --strategy {strategy}{own}"
+        return f"{' '.join(words.split())} --seed {self.seed} --trace 0"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task.name}, {self.task.world_size} hosts, {self.contestant}, seed {self.seed}"
+        )
+
+    def folder(self, base: Path) -> Path:
+        """Where it is kept; other settings have another."""
+        text = str(self).replace(" ", "").replace(",", "-").lower()
+        digest = f"{self.command} {self.task.rate_bits_per_second}".encode()
+        return base / f"{text}-{hashlib.sha256(digest).hexdigest()[:8]}"
+
+    def target(self, base: Path) -> float | None:
+        """The accuracy to come to; None before DDP's run."""
+        ddp = self._replace(contestant=DDP).folder(base)
+        return curve(ddp)[-1][1] - self.family.less if ddp.exists() else None
+
+    def is_needed(self, base: Path) -> bool:
+        """Whether it tells anything: a longer one where those before fell short of the target."""
+        names = list(self.family.contestants)
+        if self.contestant == DDP or self.family.contestants[self.contestant][1] == 1.0:
+            return True
+        target = self.target(base)
+        outs = [
+            self._replace(contestant=name).folder(base)
+            for name in names[: names.index(self.contestant)]
+        ]
+        return target is not None and all(
+            out.exists() and seconds_to(curve(out), target) is None for out in outs
+        )
+
+
+FASHION = "--data fashion-mnist --model lenet --lr 0.02 --batch-size"
+CIFAR = "--job benchmarks._tasks:cifar_resnet --lr 0.1 --warmup-epochs 1 --batch-size"
+WIDE = "--job benchmarks._tasks:fashion_wide --lr 0.1 --batch-size 128"
+LENET, RESNET = "Fashion-MNIST, LeNet", "CIFAR-10 small, ResNet-20"
+SPARSE = "--density 0.01 --density-warmup-steps"  # a quarter of an epoch a stage
+FAMILIES = {
+    "gossip": Family(
+        "time_to_accuracy",
+        {
+            "gossip": ("gossip", 1.0),
+            "gossip, a quarter more epochs": ("gossip", 1.25),
+            "gossip, twice the epochs": ("gossip", 2.0),
+        },
+        0.0,
+        (
+            Task(LENET, 4, 5e7, 4, f"{FASHION} 64"),
+            Task(RESNET, 4, 2.5e7, 4, f"{CIFAR} 32"),
+            Task(LENET, 8, 5e7, 4, f"{FASHION} 32"),
+            Task(RESNET, 8, 2.5e7, 4, f"{CIFAR} 16"),
+        ),
+    ),
+    "sparse": Family(
+        "sparse_time_to_accuracy",
+        {
+            "omgs": ("omgs", 1.0),
+            "omgs, a quarter more epochs": ("omgs", 1.25),
+            "omgs, half more epochs": ("omgs", 1.5),
+        },
+        0.005,
+        tuple(
+            task
+            for rate in (1e8, 1e9)
+            for task in (
+                Task(LENET, 4, rate, 4, f"{FASHION} 64", f"{SPARSE} 59"),
+                Task(RESNET, 4, rate, 4, f"{CIFAR} 32", f"{SPARSE} 20 --momentum-correction"),
+            )
+        ),
+    ),
+    "apoptosis": Family(
+        "apoptosis_time_to_accuracy",
+        {"gossip and apoptosis": ("gossip --apoptosis 0.0045", 1.0), "gossip": ("gossip", 1.0)},
+        0.005,
+        tuple(Task("Fashion-MNIST, MLP 784-1024-1024-10", p, 1e8, 3, WIDE) for p in (4, 8)),
+    ),
+}
 
 
 class FailedRunError(RuntimeError):
     """Training failed or took too long."""
 
 
-FASHION = ("--data", "fashion-mnist", "--model", "lenet", "--lr", "0.02", "--batch-size")
-CIFAR = (
-    *("--data", "cifar10-small", "--model", "resnet20", "--lr", "0.1", "--warmup-epochs", "1"),
-    "--batch-size",
-)
-WIDE = ("--data", "fashion-mnist", "--model", "mlp-wide", "--lr", "0.1", "--batch-size", "128")
-LENET, RESNET = "Fashion-MNIST, LeNet", "CIFAR-10 small, ResNet-20"
-
-
-def _sparse(stage_steps: int, *more: str) -> tuple[str, ...]:
-    return ("--density", "0.01", "--density-warmup-steps", str(stage_steps), *more)
-
-
-FAMILIES = {
-    "gossip": Family(
-        results="time_to_accuracy",
-        ddp="ddp",
-        contestants={
-            "gossip": (("gossip",), 1.0),
-            "gossip, a quarter more epochs": (("gossip",), 1.25),
-            "gossip, twice the epochs": (("gossip",), 2.0),
-        },
-        longer=("gossip, a quarter more epochs", "gossip, twice the epochs"),
-        less=0.0,
-        tasks=(
-            Task(LENET, 4, 5e7, 4, (*FASHION, "64")),
-            Task(RESNET, 4, 2.5e7, 4, (*CIFAR, "32")),
-            Task(LENET, 8, 5e7, 4, (*FASHION, "32")),
-            Task(RESNET, 8, 2.5e7, 4, (*CIFAR, "16")),
-        ),
-    ),
-    "sparse": Family(
-        results="sparse_time_to_accuracy",
-        ddp="DDP",
-        contestants={
-            "omgs": (("omgs",), 1.0),
-            "omgs, a quarter more epochs": (("omgs",), 1.25),
-            "omgs, half more epochs": (("omgs",), 1.5),
-        },
-        longer=("omgs, a quarter more epochs", "omgs, half more epochs"),
-        less=0.005,
-        tasks=tuple(
-            task
-            for rate in (1e8, 1e9)
-            for task in (  # a quarter of an epoch a stage
-                Task(LENET, 4, rate, 4, (*FASHION, "64"), _sparse(59)),
-                Task(RESNET, 4, rate, 4, (*CIFAR, "32"), _sparse(20, "--momentum-correction")),
-            )
-        ),
-    ),
-    "apoptosis": Family(
-        results="apoptosis_time_to_accuracy",
-        ddp="DDP",
-        contestants={
-            "gossip and apoptosis": (("gossip", "--apoptosis", "0.0045"), 1.0),
-            "gossip": (("gossip",), 1.0),
-        },
-        longer=(),
-        less=0.005,
-        tasks=tuple(Task("Fashion-MNIST, MLP 784-1024-1024-10", p, 1e8, 3, WIDE) for p in (4, 8)),
-    ),
-}
-
-
-def order(family: Family, tasks: Sequence[Task], seeds: int) -> list[Run]:
-    """All runs: a seed of every task before the next seed, longer runs last."""
-    first = [name for name in family.contestants if name not in family.longer]
-    return [
-        Run(task, contestant, seed)
-        for seed in range(seeds)
-        for contestants in ([family.ddp, *first], *([longer] for longer in family.longer))
-        for task in tasks
-        for contestant in contestants
-    ]
-
-
-def train(command: list[str], task: Task, out: Path, timeout_seconds: float) -> None:
-    """One run on a network made for it.
-
-    Raises:
-        FailedRunError: It took too long, or a rank failed.
-        NetworkError: There is no laboratory here.
-    """
+def train(run: Run, out: Path, timeout_seconds: float) -> None:
+    """One run on a network made for it."""
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    words = [sys.executable, "-m", "gossipgrad", *command, "--quiet", "--out", str(partial)]
+    words = [sys.executable, "-m", "gossipgrad", *run.command.split(), "--quiet"]
+    words += ["--out", str(partial)]
+    task = run.task
     with Network(hosts=task.world_size, rate_bits_per_second=task.rate_bits_per_second) as network:
-        figures = _trained(network, words, timeout_seconds)
+        before, busy = resource.getrusage(resource.RUSAGE_CHILDREN), CpuBusy()
+        if code := run_everywhere(network, words, timeout_seconds=timeout_seconds):
+            raise FailedRunError(f"a rank failed or it took too long: exit status {code}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        share, by_others = busy.shares(after.ru_utime - before.ru_utime)
+        own = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        figures = {
+            "sent_bytes": network.passed_bytes(network.hosts),
+            "cpu_seconds": round(own, 1),
+            "cpu_busy": round(share, 3),
+            "cpu_busy_by_others": round(by_others, 3),
+            "marked": by_others > MOST_BUSY_BY_OTHERS,
+        }
     (partial / "measured.json").write_text(json.dumps(figures))
     partial.rename(out)
-
-
-def _trained(network: Network, command: list[str], timeout_seconds: float) -> dict:
-    """Runs the command on every host; what its hosts have sent, and how busy the machine was."""
-    own, busy = _own_user_seconds(), CpuBusy()
-    if code := run_everywhere(network, command, timeout_seconds=timeout_seconds):
-        raise FailedRunError(f"a rank failed or it took too long: exit status {code}")
-    share, by_others = busy.shares(_own_user_seconds() - own)
-    return {
-        "sent_bytes": network.passed_bytes(network.hosts),
-        "cpu_busy": round(share, 3),
-        "cpu_busy_by_others": round(by_others, 3),
-        "marked": by_others > MOST_BUSY_BY_OTHERS,
-    }
-
-
-def _own_user_seconds() -> float:
-    """Of the workers that have ended."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 def curve(out: Path) -> list[tuple[float, float]]:
@@ -256,61 +209,34 @@ def seconds_to(points: list[tuple[float, float]], target: float) -> float | None
     return None
 
 
-def _target(family: Family, task: Task, seed: int, base: Path) -> float | None:
-    ddp = family.folder(Run(task, family.ddp, seed), base)
-    return curve(ddp)[-1][1] - family.less if ddp.exists() else None
-
-
-def is_needed(family: Family, run: Run, base: Path) -> bool:
-    """Whether a run tells anything: a longer one where those before fell short of the target."""
-    if run.contestant not in family.longer:
-        return True
-    names = list(family.contestants)
-    before = [Run(run.task, name, run.seed) for name in names[: names.index(run.contestant)]]
-    outs = [family.folder(one, base) for one in before]
-    target = _target(family, run.task, run.seed, base)
-    return target is not None and all(
-        out.exists() and seconds_to(curve(out), target) is None for out in outs
-    )
-
-
 def row(family: Family, task: Task, seeds: int, base: Path) -> dict[str, Any]:
-    """What is there of one task, contestant by contestant, seed by seed.
+    """What is there of one task.
 
-    The share of a seed is the time of the first run that reached the target, of DDP's; None if none
-    did.
+    The share of a seed is the time of the first run that reached the target, of DDP's.
     """
-    found: dict[str, list[dict]] = {}
+    found: dict[str, list[dict]] = {name: [] for name in (DDP, *family.contestants)}
     shares: dict[str, float | None] = {}
-    for name in (family.ddp, *family.contestants):
-        found[name] = []
-        for seed in range(seeds):
-            out = family.folder(Run(task, name, seed), base)
-            if not out.exists():
-                continue
-            points, target = curve(out), _target(family, task, seed, base)
-            found[name].append(
-                {
-                    "seed": seed,
-                    "accuracy": points[-1][1],
-                    "train_seconds": points[-1][0],
-                    "seconds_to_target": None if target is None else seconds_to(points, target),
-                    **json.loads((out / "measured.json").read_text()),
-                }
-            )
-    times = {run["seed"]: run["seconds_to_target"] for run in found[family.ddp]}
-    first = next(iter(family.contestants))
-    for run in (run for name in (first, *family.longer) for run in found[name]):
-        seed, own = run["seed"], run["seconds_to_target"]
-        if times.get(seed) and shares.get(str(seed)) is None:
-            shares[str(seed)] = None if own is None else round(own / times[seed], 3)
+    for name, seed in itertools.product(found, range(seeds)):
+        run = Run(family, task, name, seed)
+        out, target = run.folder(base), run.target(base)
+        if not out.exists() or target is None:
+            continue
+        points = curve(out)
+        figures = {"seed": seed, "accuracy": points[-1][1], "train_seconds": points[-1][0]}
+        figures["seconds_to_target"] = own = seconds_to(points, target)
+        found[name].append(figures | json.loads((out / "measured.json").read_text()))
+        ddp = next(one["seconds_to_target"] for one in found[DDP] if one["seed"] == seed)
+        is_first = (
+            name == next(iter(family.contestants)) or family.contestants.get(name, ("", 1))[1] > 1
+        )
+        if is_first and shares.get(str(seed)) is None:
+            shares[str(seed)] = None if own is None else round(own / ddp, 3)
     reached = [share for share in shares.values() if share is not None]
-    commands = {name: family.command(Run(task, name, 0)) for name in found}
     return {
         "task": task.name,
         "world_size": task.world_size,
         "rate_bits_per_second": task.rate_bits_per_second,
-        "commands": {name: f"gossipgrad {' '.join(words)}" for name, words in commands.items()},
+        "commands": {name: f"gossipgrad {Run(family, task, name, 0).command}" for name in found},
         "runs": found,
         "shares_of_ddp_time": shares,
         "median_share": round(statistics.median(reached), 3) if reached else None,
@@ -318,10 +244,11 @@ def row(family: Family, task: Task, seeds: int, base: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs what is missing, and writes the results after each."""
+    """Runs what is missing, and writes the results: into the folder while something is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--family", choices=FAMILIES, default="gossip")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="of DDP, for a try")
     parser.add_argument("--folder", type=Path, help="runs/RESULTS unless given")
     parser.add_argument("--only", default="", help="tasks whose name contains this: fashion, cifar")
     parser.add_argument("--world-size", type=int, help="tasks of so many hosts: 4, 8")
@@ -329,57 +256,43 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after")
     options = parser.parse_args()
     family = FAMILIES[options.family]
-    tasks = [
-        task
-        for task in family.tasks
-        if options.only.lower() in task.name.lower()
-        and options.world_size in (None, task.world_size)
-    ]
-    if options.seeds < 1 or not tasks:
-        named = [f"{task.name}, {task.world_size} hosts" for task in family.tasks]
-        parser.error(f"--seeds must be 1 or more; --only and --world-size choose among {named}")
+    if options.epochs:
+        family = family._replace(
+            tasks=tuple(t._replace(epochs=options.epochs) for t in family.tasks)
+        )
+    tasks = [t for t in family.tasks if options.only.lower() in t.name.lower()]
+    tasks = [t for t in tasks if options.world_size in (None, t.world_size)]
     base = (options.folder or Path("runs") / family.results).resolve()
-    seeds = max(options.seeds, SEEDS)
+    # A seed of every task before the next seed, longer runs after those that need them.
+    names = (DDP, *family.contestants)
+    runs = [Run(family, t, n, s) for s in range(options.seeds) for n in names for t in tasks]
     begun, failed = time.monotonic(), dict[str, str]()
     try:
-        with alone(base / "lock"), ends_as_ctrl_c():
-            for run in order(family, tasks, options.seeds):
-                out = family.folder(run, base)
-                if out.exists() or not is_needed(family, run, base):
+        with ends_as_ctrl_c():
+            for run in runs:
+                out = run.folder(base)
+                if out.exists() or not run.is_needed(base):
                     continue
                 if time.monotonic() - begun > 60 * options.minutes:
                     print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
                     break
                 try:
-                    train(family.command(run), run.task, out, options.timeout)
-                except FailedRunError as error:
-                    failed[run.name] = str(error)
-                    print(f"{run.name}: failed: {error}", flush=True)
-                else:
+                    train(run, out, options.timeout)
                     seconds, accuracy = curve(out)[-1]
-                    print(f"{run.name}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
-                _report(family, seeds, base, failed)
-            print(_report(family, seeds, base, failed))
-    except (BusyError, NetworkError) as error:
+                    print(f"{run}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
+                except FailedRunError as error:
+                    failed[str(run)] = str(error)
+                    print(f"{run}: failed: {error}", flush=True)
+            every = [Run(family, t, n, s) for t in family.tasks for n in names for s in range(3)]
+            missing = [str(r) for r in every if r.is_needed(base) and not r.folder(base).exists()]
+            rows = [row(family, task, max(3, options.seeds), base) for task in family.tasks]
+            path = base / f"{family.results}.json" if missing else None
+            figures = {"rows": rows, "missing": missing, "failed": failed}
+            print(write(family.results, figures, module="time_to_accuracy", path=path))
+    except NetworkError as error:
         print(error, file=sys.stderr)
         return 2
-    return 1 if failed else 0
-
-
-def _report(family: Family, seeds: int, base: Path, failed: dict[str, str]) -> Path:
-    missing = [
-        run.name
-        for run in order(family, family.tasks, seeds)
-        if is_needed(family, run, base) and not family.folder(run, base).exists()
-    ]
-    figures = {
-        "rows": [row(family, task, seeds, base) for task in family.tasks],
-        "processors": BUSY,
-        "missing": missing,
-        "failed": failed,
-    }
-    path = base / f"{family.results}.json" if missing else None
-    return write(family.results, figures, module="time_to_accuracy", path=path)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ resumed, and compared bit for bit with their undisturbed twin where the mode all
 is a short training, compared with the undisturbed one of the same setting. What is there already is
 not run again.
 
-    python -m benchmarks.chaos                   # 280 scripts; goes on where it was stopped
+    python -m benchmarks.chaos                   # 280 scripts; continues where it was stopped
     python -m benchmarks.chaos --scripts 14      # the first of them
     python -m benchmarks.chaos --seed 17         # one again, with its story
+    python -m benchmarks.chaos --soak 150000     # no faults: does anything grow in so many steps?
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.network._namespaces import missing, sweep
 
 from ._runner import Runner
 from ._script import SCRIPTS, Script, Setting, draw_script
+from ._soak import soak
 from ._training import EVALUATIONS, STEPS, save_subset
 from ._verdict import judge, kinds_of, print_table
 
@@ -41,7 +43,7 @@ _UNDISTURBED = ("accuracy", "seconds", "longest_survivor_step_seconds")
 class Results:
     """Records: one a script by seed, and one an undisturbed setting.
 
-    The file has the table of kinds; the records lie in `raw/` beside it, and runs go on from there.
+    The file has the table of kinds; the records lie in `raw/` beside it.
     """
 
     def __init__(self, path: Path, *, again: bool = False, keep: bool = True) -> None:
@@ -83,11 +85,7 @@ class Results:
 
 
 def run_undisturbed(runner: Runner, setting: Setting, results: Results) -> None:
-    """Adds the record of a setting without faults.
-
-    Raises:
-        RuntimeError: Even so it failed.
-    """
+    """Adds the record of a setting without faults."""
     script = Script(seed=-1, setting=setting, kind="undisturbed", faults=())
     found = runner.run(script)
     if not (found["summary"] and len(found["results"]) == setting.world_size):
@@ -135,7 +133,7 @@ def run_all(scripts: Sequence[Script], results: Results, at_once: int, *, tell: 
         try:
             for stage in tasks:
                 left = {pool.submit(borrow, task) for task in stage}
-                while left:  # in short turns, so that Ctrl-C is heard
+                while left:  # in short turns, for Ctrl-C
                     done, left = wait(left, 0.2, return_when=FIRST_COMPLETED)
                     for future in done:
                         future.result()
@@ -152,10 +150,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scripts", type=int, default=SCRIPTS, help="seeds 0, 1, ... so many")
     parser.add_argument("--seed", type=int, help="this one alone, with its story, not kept")
-    parser.add_argument("--again", action="store_true", help="run anew what is there")
+    parser.add_argument("--again", action="store_true", help="run once more what is there")
+    parser.add_argument("--soak", type=int, help="steps of each of four ranks")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "chaos.json")
     options = parser.parse_args()
+    if options.soak:
+        return soak(options.soak)
     one = options.seed is not None
     results = Results(options.out, again=options.again, keep=not one)
     seeds = [options.seed] if one else range(options.scripts)
@@ -168,7 +169,7 @@ def main() -> int:
         with ends_as_ctrl_c():
             run_all(todo, results, 1 if one else options.at_once, tell=one)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; the same command continues from here", file=sys.stderr)
         return 130
     shown = [results.scripts[seed] for seed in seeds if seed in results.scripts]
     print_table(shown)

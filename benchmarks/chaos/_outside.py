@@ -39,12 +39,6 @@ class Director:
     """Carries out what workers cannot do to themselves, for as long as the block.
 
     Leaving it takes back what lasts: those stopped go on, links are as they were.
-
-    Args:
-        script: What is to happen.
-        events: Where workers write of themselves.
-        network: Whose links are slowed or cut, if there is one.
-        join: Lets those in that a fault of this number brings.
     """
 
     def __init__(

@@ -49,12 +49,7 @@ _STORE_PORT = 29500
 
 
 class Runner:
-    """One process that runs scripts, one at a time, with its fork server and all workers.
-
-    Args:
-        folder: What scripts write goes there.
-        subset: The file of the data.
-    """
+    """One process that runs scripts, one at a time, with its fork server and all workers."""
 
     def __init__(self, folder: Path, subset: Path) -> None:
         self._folder = folder

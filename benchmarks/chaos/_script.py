@@ -56,13 +56,7 @@ _LAST_SHARE_RESUMED = 0.75  # of the run, in which all are killed for the first 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained, apart from faults.
-
-    Attributes:
-        world_size: How many ranks.
-        topology: Who meets whom.
-        mode: How exchanges are mixed.
-    """
+    """What is trained, apart from faults."""
 
     world_size: int
     topology: str
@@ -76,31 +70,21 @@ class Setting:
 class Fault:
     """One fault; the first of its ranks sets it off.
 
-    Attributes:
-        kind: `kill`, `pause`, `slow` (the rank's link to all others), `cut` (the link between two
-            ranks), `off` (the rank from everything), `join` (others come in).
-        ranks: Who it befalls; of `cut`, the two ends.
-        moment: `between`: before the step.
-            `exchange`: in the step, when the part is sent and the partner's awaited. `consensus`:
-            `seconds_in` after the evaluation of that number has begun. `anytime`: `seconds_in`
-            after the step has begun.
-        number: Of the step or the evaluation, from 1.
-        seconds_in: See `moment`.
-        seconds: How long it lasts; a kill lasts.
-        bits_per_second: Of a slow link.
-        start: In which start of the run it befalls: 1, or later ones where it is resumed.
-        count: How many join.
+    Kinds: `kill`, `pause`, `slow` (the rank's link to all others), `cut` (the link between two
+    ranks), `off` (the rank from everything), `join` (others come in). Moments: `between`: before
+    the step; `exchange`: in the step, when the part is sent and the partner's awaited; `consensus`
+    and `anytime`: `seconds_in` after the evaluation or the step of that number has begun.
     """
 
     kind: str
     ranks: tuple[int, ...]
     moment: str
-    number: int = 1
+    number: int = 1  # of the step or the evaluation, from 1
     seconds_in: float = 0.0
-    seconds: float = 0.0
-    bits_per_second: float = 0.0
-    start: int = 1
-    count: int = 0
+    seconds: float = 0.0  # how long it lasts; a kill lasts
+    bits_per_second: float = 0.0  # of a slow link
+    start: int = 1  # of the run: later ones where it is resumed
+    count: int = 0  # of those that join
 
     @property
     def of_links(self) -> bool:
@@ -131,27 +115,16 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A run with faults.
-
-    Attributes:
-        seed: What it was drawn by.
-        setting: What is trained.
-        kind: In words, what happens.
-        faults: What happens.
-        lost_after_seconds: How long a rank that stands still is a member.
-        checkpoint_every: Steps between checkpoints, if there are any.
-        resumes: How often all are killed, and the run is resumed.
-        exact: Whether it must come to what an undisturbed run does, bit for bit.
-    """
+    """A run with faults, drawn by a seed."""
 
     seed: int
     setting: Setting
-    kind: str
+    kind: str  # in words, what happens
     faults: tuple[Fault, ...]
-    lost_after_seconds: float = _LOST_AFTER_SECONDS
+    lost_after_seconds: float = _LOST_AFTER_SECONDS  # how long a rank that stands still is a member
     checkpoint_every: int | None = None
-    resumes: int = 0
-    exact: bool = False
+    resumes: int = 0  # how often all are killed, and the run is resumed
+    exact: bool = False  # whether it must come to what an undisturbed run does, bit for bit
 
     @property
     def of_links(self) -> bool:

@@ -15,13 +15,7 @@ _SLOWER = 3.0  # than undisturbed, where ranks share few cores with another scri
 
 
 def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """The record of a script: what it was, what became of it, and what is not as promised.
-
-    Args:
-        script: What happened.
-        found: As the runner tells it.
-        undisturbed: The record of a run of the same setting without faults.
-    """
+    """The record of a script: what it was, what became of it, and what is not as promised."""
     summary = found["summary"] or {}
     results = found["results"]
     survivors = sorted(results)

@@ -2,3 +2,4 @@
 
 from ._namespaces import NetworkError as NetworkError
 from ._network import Network as Network
+from ._network import run_everywhere as run_everywhere

@@ -1,13 +1,14 @@
-"""Who is measured: ways to keep replicas together, each with a replayed model of its own.
+"""Ways to keep replicas together, each with a replayed model of its own, and bare transfers.
 
-Beside them stand the bare transfers that their bounds are made of. Those that send gradients as
-backward finishes them get buckets that are scaled with the profile, so that they have as many as at
-full size; gossip() sends a snapshot and keeps its own default.
+Those that send gradients as backward finishes them get buckets that are scaled with the profile, so
+that they have as many as at full size; `gg.gossip` sends a snapshot and keeps its own default.
 """
 
-import threading
-from dataclasses import dataclass
-from typing import Any
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES
-from gossipgrad.planning import Profile
+from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.planning import PiecewiseCost, Profile
+from gossipgrad.sparsification import _merged
 from gossipgrad.topology import dissemination
 
 from ._replay import Device, ReplayModel, ReplayOptimizer
@@ -26,24 +29,19 @@ from ._replay import Device, ReplayModel, ReplayOptimizer
 _DDP_BUCKET_BYTES = 25 << 20  # torch's own default, and Decent-DP's
 _DDP_FIRST_BUCKET_BYTES = 1 << 20  # by default: its gradients are the first to be ready
 _SMALLEST_BUCKET_BYTES = 1 << 18  # below, a message costs more than its bytes
-PERIOD = 8
-STATE_EVERY = 4
-SELDOM = f"state every {STATE_EVERY}"
+_PERIOD = 8
+_MOST_ELEMENTS, _MOST_SECONDS, _MOST_ROUNDS = 1 << 27, 4.0, 200
+Curve = dict[str, list[float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Where a contestant runs: in the default process group, with this profile.
+class Surroundings(NamedTuple):
+    """Where a contestant runs: in the default process group."""
 
-    Attributes:
-        profile: Scaled to the budget.
-        size_factor: By how much its sizes are smaller than those of the network.
-        sparse: What contestants of sparse gradients need beside (`_sparse.Sparsified`).
-    """
-
-    profile: Profile
-    size_factor: float
-    sparse: Any = None
+    profile: Profile  # scaled to the budget
+    time_factor: float  # by how much its times are longer than those of the network
+    size_factor: float  # by how much its sizes are smaller
+    density: float | None = None  # of sparse gradients
+    curve: Curve | None = None  # seconds of selection at full size
 
     def bucket_bytes(self, full_size: int) -> int:
         """A bucket that holds the same share of the model as `full_size` does at full size."""
@@ -51,21 +49,15 @@ class Surroundings:
 
 
 class Contestant:
-    """A replayed model in training; `wrap` and the hooks are what differs."""
+    """No communication: what the replay itself takes."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         profile = surroundings.profile
         self.device = Device()
         self.model: nn.Module = ReplayModel(profile, self.device)
-        self.optimizer = self._optimizer(profile, list(self.model.parameters()))
+        parameters = list(self.model.parameters())
+        self.optimizer = ReplayOptimizer(parameters, self.device, profile.optimizer_seconds)
         self._x = torch.zeros(1, requires_grad=True)
-
-    def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:
-        return ReplayOptimizer(parameters, self.device, profile.optimizer_seconds)
-
-    def skip(self) -> bool:
-        """Whether the next step is like the one before; if so it counts as taken."""
-        return False
 
     def step(self) -> None:
         """Forward, backward, update."""
@@ -73,55 +65,33 @@ class Contestant:
         self._backward(self.model(self._x).sum())
         self.optimizer.step()
 
-    def clocks(self) -> dict[str, float]:
-        """Seconds that it has counted itself so far, by what they were spent on."""
-        return {}
+    def settle(self) -> None:
+        """Whatever it needs before its steps are those that it takes for long."""
 
     def close(self) -> None:
-        """Lets go of hooks and links."""
+        """Removes hooks and closes links."""
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
 
 class Gossip(Contestant):
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        mode: str = "overlap",
-        *,
-        payload: gg.WeightsAndState | str = "weights",
-        wire_dtype: torch.dtype | None = None,
-        update: str = "in-step",
-    ) -> None:
-        # As many messages as the model has unscaled: `sync` hides behind them one by one.
-        size = surroundings.bucket_bytes(DEFAULT_BUCKET_BYTES) if mode == "sync" else None
-        self._stateful = isinstance(payload, gg.WeightsAndState)
+    """`gg.gossip`."""
+
+    def __init__(self, surroundings: Surroundings, **options: Any) -> None:
         super().__init__(surroundings)
-        self._session = gg.gossip(
-            self.model,
-            self.optimizer,
-            mode=mode,
-            payload=payload,
-            wire_dtype=wire_dtype,
-            update=update,
-            **({} if size is None else {"bucket_bytes": size}),
-        )
-
-    def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:
-        return ReplayOptimizer(
-            parameters, self.device, profile.optimizer_seconds, momentum=self._stateful
-        )
-
-    def clocks(self) -> dict[str, float]:
-        stats = self._session.stats()
-        return {"waiting": stats.exposed_seconds, "mixing": stats.mixing_seconds}
+        if options.get("mode") == "sync":
+            # As many messages as the model has unscaled: `sync` hides behind them one by one.
+            options["bucket_bytes"] = surroundings.bucket_bytes(DEFAULT_BUCKET_BYTES)
+        self._session = gg.gossip(self.model, self.optimizer, **options)
 
     def close(self) -> None:
         self._session.close()
 
 
 class DDP(Contestant):
+    """torch's own."""
+
     def __init__(self, surroundings: Surroundings, hook: str | None = None) -> None:
         super().__init__(surroundings)
         size = surroundings.bucket_bytes(_DDP_BUCKET_BYTES)
@@ -144,34 +114,54 @@ class DDP(Contestant):
 
 
 class Layerwise(Contestant):
-    def __init__(self, surroundings: Surroundings) -> None:
-        from gossipgrad.train._spans import StepSpans
-        from gossipgrad.train.strategies._agd import LayerwiseAllReduce
+    """Layer-wise asynchronous all-reduce: the baseline that GossipGraD's authors call AGD.
 
+    An all-reduce of a layer begins in backward when its last gradient is there; the step waits for
+    all of them before the update. Deviations from their code: a message a layer, not a parameter;
+    Gloo matches all-reduces by their order, so a layer that is ready early waits for its turn.
+    """
+
+    def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
-        spans = StepSpans(dist.get_rank(), num_steps=0, total_steps=0)
-        self._strategy = LayerwiseAllReduce(self.model, threading.Event(), spans)
+        layers = [list(module.parameters(recurse=False)) for module in self.model.modules()]
+        self._layers = [layer for layer in reversed(layers) if layer]
+        self._flats = [torch.zeros(sum(p.numel() for p in layer)) for layer in self._layers]
+        for number, layer in enumerate(self._layers):
+            for parameter in layer:
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, number))
+        self._expect()
+
+    def _expect(self) -> None:
+        self._missing = [len(layer) for layer in self._layers]
+        self._works: list[Any] = []
+
+    def _ready(self, number: int, _parameter: Tensor) -> None:
+        self._missing[number] -= 1
+        while len(self._works) < len(self._layers) and not self._missing[len(self._works)]:
+            layer, flat = self._layers[len(self._works)], self._flats[len(self._works)]
+            torch.cat([p.grad.flatten() for p in layer], out=flat)
+            self._works.append(dist.all_reduce(flat, async_op=True))
 
     def _backward(self, loss: Tensor) -> None:
-        self._strategy.backward(loss)
-
-    def close(self) -> None:
-        self._strategy.close()
+        loss.backward()
+        for layer, flat, work in zip(self._layers, self._flats, self._works, strict=True):
+            work.wait()
+            pieces = flat.div_(dist.get_world_size()).split([p.numel() for p in layer])
+            for parameter, piece in zip(layer, pieces, strict=True):
+                parameter.grad = piece.view_as(parameter)
+        self._expect()
 
 
 class Local(Contestant):
+    """Local SGD: torch's average of the weights in every eighth step."""
+
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
-        self._averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)
+        self._averager = PeriodicModelAverager(period=_PERIOD, warmup_steps=_PERIOD - 1)
 
     def step(self) -> None:
         super().step()
         self._averager.average_parameters(self.model.parameters())
-
-    def skip(self) -> bool:
-        alike = 1 <= self._averager.step % PERIOD < PERIOD - 1
-        self._averager.step += alike
-        return alike
 
 
 class DecentDP(Contestant):
@@ -210,32 +200,131 @@ class Bare(Contestant):
         elements = sum(p.numel() for p in ReplayModel(surroundings.profile, Device()).parameters())
         self._reduces = what.startswith("all-reduce")
         dtype = torch.bfloat16 if "bf16" in what else torch.float16 if "fp16" in what else None
-        self._flat = torch.zeros(elements * (2 if "state" in what else 1), dtype=dtype)
-        self._lengths = [len(self._flat)]  # of one round after the other
-        if what.endswith(SELDOM):
-            self._lengths += [elements] * (STATE_EVERY - 1)
+        self._flat = torch.zeros(elements, dtype=dtype)
         self._received = torch.empty_like(self._flat)
-        self._schedule = dissemination(dist.get_world_size())
-        self._round = 0
+        self._schedule, self._round = dissemination(dist.get_world_size()), 0
 
     def step(self) -> None:
         if self._reduces:
             dist.all_reduce(self._flat)
             return
         peers = self._schedule.peers(self._round, dist.get_rank())
-        length = self._lengths[self._round % len(self._lengths)]
         self._round += 1
-        assert peers.send_to is not None
-        assert peers.recv_from is not None
         # Gloo knows no bfloat16 between two ranks; bytes are bytes.
         works = [
-            dist.irecv(self._received[:length].view(torch.uint8), peers.recv_from),
-            dist.isend(self._flat[:length].view(torch.uint8), peers.send_to),
+            dist.irecv(self._received.view(torch.uint8), peers.recv_from),
+            dist.isend(self._flat.view(torch.uint8), peers.send_to),
         ]
         for work in works:
-            assert work is not None
             work.wait()
 
 
-class Alone(Contestant):
-    """No communication: what the replay itself takes."""
+def measure_selection(most_elements: int = _MOST_ELEMENTS, density: float = 0.001) -> Curve:
+    """Processor seconds by elements of choosing the largest, on one thread of this machine.
+
+    Normal values; taking them out and packing the message is part of it.
+    """
+    sizes = [min(most_elements, 256 * 4**power) for power in range(20)]
+    sizes = sorted(set(sizes))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    every = torch.randn(most_elements, generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for size in sizes:
+        values, count = every[:size], max(int(density * size), 1)
+        form = SparseFormat(size, count)
+        message = torch.empty(form.size_bytes, dtype=torch.uint8)
+        times: list[float] = []
+        while len(times) < 6 and sum(times) < _MOST_SECONDS:
+            start = time.process_time()  # waiting for other work of the machine is not in it
+            chosen = top_k(values, count)
+            form.pack(chosen, values[chosen], message)
+            times.append(time.process_time() - start)
+        seconds.append(statistics.median(times[1:] or times))  # the first one takes memory
+    torch.set_num_threads(threads)
+    return {"elements": [float(size) for size in sizes], "seconds": seconds}
+
+
+class Sparsified(Contestant):
+    """`gg.sparsify`, whose selection sleeps for what it takes at full size.
+
+    Every session measures its network and plans by the rule that it is given.
+    """
+
+    def __init__(self, surroundings: Surroundings, plan: str, *methods: str) -> None:
+        super().__init__(surroundings)
+        curve, self._factors = surroundings.curve, surroundings[1:3]
+        assert curve is not None
+        self._cost = PiecewiseCost.fit(curve["elements"], curve["seconds"])
+        self._session = gg.sparsify(
+            self.model,
+            self.optimizer,
+            density=surroundings.density,
+            plan=plan,
+            methods=methods,
+        )
+        self._chosen: dict[tuple[int, int], Tensor] = {}
+
+    def _select(self, values: Tensor, count: int) -> Tensor:
+        """As `top_k`, but of any elements."""
+        key = elements, _ = len(values), count
+        if key not in self._chosen:
+            self._chosen[key] = torch.arange(count) * (elements // count)
+        times, sizes = self._factors
+        self.device.run(times * float(self._cost(elements / sizes)))
+        self.device.end()  # a message cannot leave before it is chosen
+        return self._chosen[key]
+
+    def step(self) -> None:
+        _merged.top_k = self._select  # contestants take turns in one thread
+        super().step()
+
+    def settle(self) -> None:
+        """Steps until the session has a plan."""
+        for _ in range(_MOST_ROUNDS):
+            self.step()
+            if self._session.plan is not None:
+                break
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class Kind(NamedTuple):
+    """What a contestant is, and what a block of it is like."""
+
+    make: Callable[[Surroundings], Contestant]
+    bare: str | None = None
+    steps: int = 1
+    is_hidden: bool = False
+
+
+ALONE, EXCHANGE, REDUCE = "no communication", "bare exchange", "bare all-reduce"
+BARE = (EXCHANGE, "bare exchange, bf16", REDUCE, "bare all-reduce, fp16")
+KINDS: dict[str, Kind] = {
+    **{n: Kind(lambda s, n=n: Bare(s, n.removeprefix("bare "))) for n in BARE},
+    ALONE: Kind(Contestant),
+    "gossip": Kind(Gossip, EXCHANGE, is_hidden=True),
+    "gossip, sync": Kind(lambda s: Gossip(s, mode="sync"), EXCHANGE, is_hidden=True),
+    "gossip, bf16 wire": Kind(
+        lambda s: Gossip(s, wire_dtype=torch.bfloat16), "bare exchange, bf16", is_hidden=True
+    ),
+    "ddp": Kind(DDP, REDUCE),
+    "ddp, fp16 hook": Kind(lambda s: DDP(s, "fp16"), "bare all-reduce, fp16"),
+    "ddp, PowerSGD": Kind(lambda s: DDP(s, "PowerSGD")),
+    "agd": Kind(Layerwise, REDUCE),
+    "local SGD, period 8": Kind(Local, steps=_PERIOD),
+    "Decent-DP, ring": Kind(lambda s: DecentDP(s, "ring"), EXCHANGE, is_hidden=True),
+    "Decent-DP, one-peer exponential": Kind(
+        lambda s: DecentDP(s, "one-peer-exp"), EXCHANGE, is_hidden=True
+    ),
+}
+SPARSE: dict[str, Kind] = {
+    "wfbp": Kind(lambda s: Sparsified(s, "wfbp", "dense")),
+    "mg-wfbp": Kind(lambda s: Sparsified(s, "mg-wfbp", "dense")),
+    "topk": Kind(lambda s: Sparsified(s, "single", "sparse")),
+    "lags": Kind(lambda s: Sparsified(s, "layerwise", "sparse")),
+    "greedy": Kind(lambda s: Sparsified(s, "greedy", "sparse")),
+    "ours": Kind(lambda s: Sparsified(s, "optimal", "sparse", "dense", "fp16")),
+}
+KINDS |= SPARSE

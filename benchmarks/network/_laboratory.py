@@ -26,7 +26,7 @@ _STILL_SECONDS = 0.03  # links are silent when so long next to nothing has passe
 _STILL_BYTES_PER_HOST = 4096
 _DRAIN_SECONDS = 60.0
 _FAST_BITS_PER_SECOND = 1e9
-_QUIET_SHARE = 0.2
+_PLAN_SECONDS = 1800.0  # of a session that measures and plans
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,11 +35,7 @@ class WorkerError(RuntimeError):
 
 
 class Laboratory:
-    """Starts one worker a host; orders go to the first `world_size` of them.
-
-    Args:
-        network: The hosts; they stay the caller's.
-    """
+    """Starts one worker a host; orders go to the first `world_size` of them."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -78,66 +74,31 @@ class Laboratory:
         self._joined = 0
 
     def set_rate(self, rate_bits_per_second: float | None) -> None:
-        """Shapes the links of all hosts; None for a fast one.
-
-        Raises:
-            NetworkError: The machine cannot carry it on the joined hosts.
-        """
+        """Shapes the links of all hosts; None for a fast one."""
         fast = min(_FAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND / self._joined)
         rate = rate_bits_per_second or fast
         self._network.set_rates(dict.fromkeys(range(self._network.hosts), rate), used=self._joined)
 
-    def wait_until_quiet(self, patience_seconds: float) -> None:
-        """Waits a bounded time for other programs to leave the processors alone."""
-        deadline = time.monotonic() + patience_seconds
-        while time.monotonic() < deadline:
-            busy = CpuBusy()
-            time.sleep(0.3)
-            if busy.shares(0.0)[0] <= _QUIET_SHARE:
-                return
-
-    def make(self, name: str, profile: dict, size_factor: float, sparse: Any = None) -> None:
+    def make(self, name: str, *surroundings: Any) -> None:
         """Makes a contestant on all ranks."""
-        self._ask_all("make", name, profile, size_factor, sparse)
+        self._ask_all("make", name, *surroundings)
+
+    def prepare(self, name: str) -> None:
+        """Lets a contestant measure and plan, at the rate that it is to be measured at."""
+        self._ask_all("prepare", name, timeout_seconds=_PLAN_SECONDS)
+        self._drain()
 
     def settle(self, name: str, steps: int) -> dict[str, Any]:
-        """Steps with hardly any compute, not measured: links and buffers come to what they will be.
-
-        Returns:
-            `seconds` of a step of the slowest rank; `memory_bytes`: by how much the worker's memory
-            has been larger since the contestant was made, at most, on the worst rank.
-        """
+        """Steps with hardly any compute, not measured, in which links and buffers are made."""
         answers = self._ask_all("settle", name, steps, timeout_seconds=BLOCK_SECONDS)
         self._drain()
         return {what: max(one[what] for one in answers) for what in ("seconds", "memory_bytes")}
 
-    def measured(self, name: str) -> dict[str, Any]:
-        """What a session of `gg.sparsify` that plans itself has measured, on rank 0."""
-        return self._ask_all("measured", name)[0]
-
-    def run(
-        self,
-        name: str,
-        warm_up: int,
-        steps: int,
-        *,
-        spread_seconds: float = 0.0,
-        hurried: bool = False,
-    ) -> dict[str, Any]:
+    def run(self, name: str, warm_up: int, steps: int, spread_seconds: float) -> dict[str, Any]:
         """Runs one block on all ranks, then waits until the links are silent.
 
-        Args:
-            name: Of the contestant.
-            warm_up: Steps before those that are measured.
-            steps: Those.
-            spread_seconds: Within which the ranks begin, one after the other.
-            hurried: Take steps of a period that are like the one before as that one.
-
-        Returns:
-            `seconds`: of each step, the mean over the steps of the slowest rank; `late_share`: of
-            the worst rank; `cpu_seconds` of all ranks, a step; `cpu_busy`: share of the machine;
-            `cpu_busy_by_others`; `bytes_on_wire`: sent by a host, a step; `uneven_share`: how much
-            later than planned the last rank began, of the time it took.
+        Returns what a cell holds: times of a step are those of the slowest rank, processor seconds
+        those of all ranks, bytes those that a host has sent.
         """
         before = self._network.passed_bytes(self._joined)
         busy, own = CpuBusy(), _user_seconds()
@@ -145,7 +106,7 @@ class Laboratory:
         delay = spread_seconds / self._joined
         answers = self._ask(
             {
-                rank: ("run", (name, warm_up, steps, hurried, begin + rank * delay))
+                rank: ("run", (name, warm_up, steps, begin + rank * delay))
                 for rank in range(self._joined)
             },
             BLOCK_SECONDS,
@@ -153,9 +114,10 @@ class Laboratory:
         own = _user_seconds() - own + sum(one["user_seconds"] for one in answers)
         cpu_busy, by_others = busy.shares(own)
         sent = self._drain() - before
-        slowest = max(one["seconds"] for one in answers)
+        slowest = max(sum(one["steps"]) for one in answers)
         return {
             "seconds": slowest / steps,
+            "steps": [max(times) for times in zip(*(o["steps"] for o in answers), strict=True)],
             "uneven_share": max(one["started_late_seconds"] for one in answers) / slowest,
             "late_share": max(one["late_share"] for one in answers),
             "cpu_seconds": sum(one["cpu_seconds"] for one in answers) / steps,

@@ -36,11 +36,7 @@ _WRITTEN = re.compile(
 
 
 def parse_rate(text: str) -> float:
-    """Bits a second of `1Gbit`, `100 Mbit/s`, `2.5g`, `1e9`.
-
-    Raises:
-        ValueError: If it is no rate, or one of bytes.
-    """
+    """Bits a second of `1Gbit`, `100 Mbit/s`, `2.5g`, `1e9`."""
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise ValueError(f"rate {text!r}: write a number and kbit, Mbit or Gbit, as in 100Mbit")
@@ -48,11 +44,7 @@ def parse_rate(text: str) -> float:
 
 
 def check_rate(rate: float) -> float:
-    """The rate itself.
-
-    Raises:
-        ValueError: No link can have it.
-    """
+    """The rate itself."""
     if not MINIMUM_RATE <= rate < float("inf"):
         raise ValueError(f"{rate:g} bit/s: a shaped link carries {MINIMUM_RATE:g} bit/s or more")
     return float(rate)

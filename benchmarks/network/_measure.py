@@ -1,34 +1,140 @@
-"""Measuring the places of a grid: contestants take turns block by block."""
+"""Cells of a file, what is missing there, and measuring it: contestants take turns by blocks."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks._common import where
+from benchmarks._common import machine_name, spread, where, write
+from gossipgrad.planning import Profile
 
-from ._cells import Cell, Cells, marks_of
-from ._contestants import Surroundings
-from ._grid import Grid, Place
-from ._kinds import ALONE, BARE, KINDS
+from ._contestants import ALONE, BARE, KINDS, Curve
 from ._laboratory import Laboratory, WorkerError
-from ._sparse import DDP_BYTES, OPTIMAL, Curve, plan_of
 
+MOST_BUSY = 0.7
+MOST_BUSY_BY_OTHERS = 0.2
+_MOST_LATE = 0.05
 _FIRST_STEPS = 3  # links are made, buckets rebuilt, memory found
 _TRIES = 3
 _SPREAD = 0.1  # of the compute, within which ranks begin that are not in step
-_FAR_TIMES = 4.0  # who takes so much longer than the best has one turn
 _SHARES = ("cpu_seconds", "cpu_busy", "cpu_busy_by_others", "late_share", "uneven_share")
+Cell = dict[str, Any]
 
-Block = dict[str, Any]
+
+class Place(NamedTuple):
+    """A profile replayed by some workers on links of a rate, and the contestants there."""
+
+    profile: str
+    time_factor: float  # by how much times are longer in the replay
+    size_factor: float  # by how much sizes are smaller
+    world_size: int
+    rate: float  # bits a second of each shaped link
+    names: tuple[str, ...]
+    density: float | None = None  # the share of a gradient that is sent, where those are sparse
+
+    def key(self) -> dict[str, Any]:
+        """What its cells have in common."""
+        found = self._asdict() | {"rate_bits_per_second": self.rate}
+        return {name: value for name, value in found.items() if name not in ("rate", "names")}
+
+    def __str__(self) -> str:
+        return f"{self.profile}, p = {self.world_size}, {self.rate / 1e6:g} Mbit/s"
+
+
+class Grid(NamedTuple):
+    """Places, how often contestants take turns there, and about how long a block is."""
+
+    places: tuple[Place, ...]
+    blocks: int
+    block_seconds: float
+    out: str = "network"  # the results are called so
+
+
+class Cells:
+    """Cells in a file that is whole at any time."""
+
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        self._path, self.cells = path, list[Cell]()
+        if path.exists():
+            try:
+                self.cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+                self._ignored = {_identity(cell) for cell in self.cells} if again else set()
+            except (ValueError, KeyError, TypeError) as error:
+                text = f"{path} holds no cells of `python -m benchmarks.network`: choose another"
+                raise ValueError(text) from error
+        else:
+            self._ignored = set()
+
+    def missing(self, place: Place, blocks: int) -> list[str]:
+        """Contestants of a place whose cell is not there, failed, or was disturbed.
+
+        Those that their bounds are made of come with them.
+        """
+        key = place.key()
+        sound = {
+            cell["contestant"]
+            for cell in self.cells
+            if {name: cell.get(name) for name in key} == key
+            and _identity(cell) not in self._ignored
+            and _is_sound(cell, blocks)
+        }
+        wanted = {name for name in place.names if name not in sound}
+        if wanted:
+            wanted |= {KINDS[name].bare for name in wanted} | {ALONE}
+        return [name for name in place.names if name in wanted]
+
+    def put(self, cells: list[Cell]) -> None:
+        """Adds cells, each in place of an older one, and writes the file."""
+        new = {_identity(cell) for cell in cells}
+        self._ignored -= new
+        self.cells = [cell for cell in self.cells if _identity(cell) not in new] + cells
+        names = [*KINDS]
+        self.cells.sort(
+            key=lambda c: (*_identity(c)[:-1], [*names, c["contestant"]].index(c["contestant"]))
+        )
+        write("network", {"cells": self.cells}, path=self._path)
+
+
+def _is_sound(cell: Cell, blocks: int) -> bool:
+    return (
+        cell["error"] is None
+        and len(cell["step_seconds"]) >= blocks
+        and cell.get("cpu_busy_by_others", 0.0) <= MOST_BUSY_BY_OTHERS
+        and cell["where"].startswith(f"{machine_name()};")
+    )
+
+
+def _identity(cell: Cell) -> tuple:
+    keys = ("profile", "time_factor", "size_factor", "density", "rate_bits_per_second")
+    return (*(cell.get(key) or 0 for key in (*keys, "world_size")), cell["contestant"])
+
+
+def marks_of(cell: Cell, alone: float | None = None, bare: Cell | None = None) -> list[str]:
+    """What disturbed a cell."""
+    compute = cell["compute_seconds"]
+    slower = alone / compute - 1 if compute and alone is not None else 0.0
+    faults = {
+        "CPUs {:.0f} % busy": (cell["cpu_busy"], MOST_BUSY),
+        "CPUs {:.0f} % taken by other programs": (cell["cpu_busy_by_others"], MOST_BUSY_BY_OTHERS),
+        "emulated compute {:.0f} % late": (cell["late_share"], _MOST_LATE),
+        "the last rank began {:.0f} % late": (cell["uneven_share"], _MOST_LATE),
+        "the replay alone takes {:.0f} % too long": (slower, _MOST_LATE),
+    }
+    marks = [text.format(100 * share) for text, (share, most) in faults.items() if share > most]
+    if bare is not None and bare["marks"] and bare["step_seconds_median"] > compute:
+        marks.append(f"its bound is marked: {'; '.join(bare['marks'])}")
+    if not compute and 8 * cell["bytes_on_wire"] * (1 - _MOST_LATE) > (
+        cell["rate_bits_per_second"] * cell["step_seconds_median"]
+    ):
+        marks.append("the link carried more than its rate")
+    return marks
 
 
 class _FailedError(Exception):
-    """A contestant cannot go on, and with it the workers."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
+    """A contestant cannot continue, and with it the workers."""
 
 
 def measure_grid(
@@ -38,46 +144,35 @@ def measure_grid(
     *,
     curve_of: Callable[[float], Curve] = lambda density: {},
     is_late: Callable[[], bool] = lambda: False,
-    say: Callable[[str], None] = print,
 ) -> None:
     """Measures what is missing, once, and puts it into `cells`.
 
     A contestant that fails is left out from then on, and its cell says why; the others begin the
-    place anew with fresh workers. So do all when workers end between blocks, a few times.
-
-    Args:
-        laboratory: Where.
-        grid: What.
-        cells: What is there, and gets what is measured.
-        curve_of: Seconds of selection at full size, by density.
-        is_late: Whether to begin no further place.
-        say: Gets a line now and then.
+    place once more with fresh workers. So do all when workers end between blocks, a few times.
     """
     for place in grid.places:
         names = cells.missing(place, grid.blocks)
         if not names:
             continue
         if is_late():
-            say("stopped: the rest is for next time")
+            print("stopped: the rest is for next time")
             return
-        say(f"{place}: {len(names)} contestants")
+        print(f"{place}: {len(names)} contestants", flush=True)
+        curve = None if place.density is None else curve_of(place.density)
         failed: dict[str, str] = {}
-        broken = 0
-        while broken < _TRIES:
+        for _ in range(_TRIES + len(names)):
             try:
-                curve = {} if place.density is None else curve_of(place.density)
                 found = _Measuring(laboratory, grid, place, names, curve, failed).cells()
             except _FailedError as error:
-                say(f"{error.name} failed: {error}")
-                failed[error.name] = str(error)
-                broken += error.name == OPTIMAL  # without its plan there is no other
+                name, message = error.args
+                print(f"{name} failed: {message}")
+                failed[name] = message
             except WorkerError as error:
-                say(f"the workers are started anew: {error}")
-                broken += 1
+                print(f"new workers are started: {error}")
             else:
                 cells.put(found)
                 for cell in found:
-                    say(_line(cell))
+                    print(_line(cell), flush=True)
                 break
             laboratory.restart()
 
@@ -91,27 +186,44 @@ class _Measuring:
         grid: Grid,
         place: Place,
         names: list[str],
-        curve: Curve,
+        curve: Curve | None,
         failed: dict[str, str],
     ) -> None:
-        self._laboratory = laboratory
-        self._grid = grid
-        self._place = place
+        self._laboratory, self._grid, self._place = laboratory, grid, place
+        profile = Profile.load(place.profile)
+        self._profile = profile.scaled(time=place.time_factor, size=place.size_factor)
         self._curve = curve
-        self._profile = place.scaled()
         self._able = [name for name in names if name not in failed]
-        self._found = {name: self._blank(name, failed.get(name)) for name in names}
+        self._found = {
+            name: {
+                "contestant": name,
+                **place.key(),
+                "compute_seconds": 0.0 if name in BARE else short(self._profile.compute_seconds),
+                "step_seconds": [],
+                "step_seconds_median": None,
+                "bytes_on_wire": None,
+                "bare_seconds": None,
+                "error": failed.get(name),
+                "marks": ["not measured"],
+                "where": where(),
+            }
+            for name in names
+        }
 
     def cells(self) -> list[Cell]:
         laboratory, place = self._laboratory, self._place
         laboratory.join(place.world_size)
         laboratory.set_rate(None)  # making one sends its replica
-        plans = {} if place.density is None else self._plans()
+        factors = (place.time_factor, place.size_factor, place.density, self._curve)
         for name in self._able:
-            if name != OPTIMAL or place.density is None:
-                self._make(name, plans.get(name))
+            surroundings = (self._profile.to_json(), *factors)
+            self._tried(name, lambda n=name, s=surroundings: laboratory.make(n, *s))
+            if place.density is not None:
+                laboratory.set_rate(place.rate)
+                self._tried(name, lambda n=name: laboratory.prepare(n))
+                laboratory.set_rate(None)
             steps = max(_FIRST_STEPS, KINDS[name].steps)
-            settled = self._tried(name, lambda name=name, n=steps: laboratory.settle(name, n))
+            settled = self._tried(name, lambda n=name, k=steps: laboratory.settle(n, k))
             self._found[name]["memory_bytes"] = round(settled["memory_bytes"])
         laboratory.set_rate(place.rate)
         blocks = self._blocks()
@@ -123,76 +235,14 @@ class _Measuring:
             self._fill(name, blocks[name], alone)
         return list(self._found.values())
 
-    def _blank(self, name: str, error: str | None) -> Cell:
-        compute = 0.0 if name in BARE else short(self._profile.compute_seconds)
-        return {
-            "contestant": name,
-            **self._place.key(),
-            "compute_seconds": compute,
-            "step_seconds": [],
-            "step_seconds_median": None,
-            "bytes_on_wire": None,
-            "bare_seconds": None,
-            "error": error,
-            "marks": ["not measured"],
-            "where": where(),
-        }
-
-    def _plans(self) -> dict[str, dict[str, Any]]:
-        """Plans of all, of what one session has measured."""
-        laboratory, place, profile = self._laboratory, self._place, self._profile
-        self._make(OPTIMAL, None)
-        laboratory.set_rate(place.rate)
-        measured = self._tried(OPTIMAL, lambda: laboratory.measured(OPTIMAL))
-        laboratory.set_rate(None)
-        first, others = DDP_BYTES
-        surroundings = Surroundings(profile=profile, size_factor=place.size_factor)
-        buckets = round(first * place.size_factor), surroundings.bucket_bytes(others)
-        around = profile.forward_seconds + profile.optimizer_seconds
-        plans = {}
-        for name, cell in self._found.items():
-            rival = KINDS[name].rival
-            cell |= {"groups": 0, "sparse_groups": 0, "predicted_seconds": profile.compute_seconds}
-            if rival is None:
-                continue
-            plan = plan_of(rival, measured, buckets)
-            plans[name] = {"plan": plan.to_json(), "names": measured["names"]}
-            cell["groups"] = len(plan.groups)
-            cell["sparse_groups"] = sum(group.method == "sparse" for group in plan.groups)
-            cell["predicted_seconds"] = short(
-                around + measured["first_gradient_seconds"] + plan.finish_seconds
-            )
-        return plans
-
-    def _make(self, name: str, planned: dict[str, Any] | None) -> None:
-        place, profile = self._place, self._profile.to_json()
-        sparse = None
-        if place.density is not None:
-            sparse = {"curve": self._curve, "density": place.density, "plan": None}
-            sparse |= {"time_factor": place.time_factor, **(planned or {})}
-        self._tried(name, lambda: self._laboratory.make(name, profile, place.size_factor, sparse))
-
-    def _blocks(self) -> dict[str, list[Block]]:
-        names, grid = self._able, self._grid
-        plans = self._turns()
-        blocks: dict[str, list[Block]] = {name: [] for name in names}
-        for number in range(grid.blocks):
-            self._laboratory.wait_until_quiet(grid.patience_seconds)
+    def _blocks(self) -> dict[str, list[dict[str, Any]]]:
+        names, turns = self._able, self._turns()
+        blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for number in range(self._grid.blocks):
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
-                warm_up, steps, spread = plans[name]
-                block = self._tried(
-                    name,
-                    lambda name=name, warm_up=warm_up, steps=steps, spread=spread: (
-                        self._laboratory.run(
-                            name, warm_up, steps, spread_seconds=spread, hurried=grid.hurried
-                        )
-                    ),
-                )
-                blocks[name].append(block)
-            if self._place.density is not None:
-                best = min(blocks[name][0]["seconds"] for name in names if name != ALONE)
-                names = [n for n in names if blocks[n][0]["seconds"] <= _FAR_TIMES * best]
+                run = lambda n=name: self._laboratory.run(n, *turns[n])  # noqa: E731
+                blocks[name].append(self._tried(name, run))
         return blocks
 
     def _turns(self) -> dict[str, tuple[int, int, float]]:
@@ -200,35 +250,35 @@ class _Measuring:
         settled: dict[str, float] = {}
         for name in self._able:
             kind = KINDS[name]
-            if name != ALONE and not kind.warm_up:  # the hidden settle in their warm-up
-                settled[name] = self._tried(
-                    name, lambda name=name, n=kind.steps: self._laboratory.settle(name, n)
-                )["seconds"]
+            if name != ALONE and not kind.is_hidden:  # the hidden settle in their warm-up
+                settle = lambda n=name, k=kind.steps: self._laboratory.settle(n, k)  # noqa: E731
+                settled[name] = self._tried(name, settle)["seconds"]
         turns = {}
         for name in self._able:
             kind = KINDS[name]
             compute = 0.0 if name in BARE else self._profile.compute_seconds
             transfer = settled.get(kind.bare or name, settled.get(name, 0.0))
             step = max(compute, transfer, 1e-4)
-            steps = max(kind.least, math.ceil(self._grid.block_seconds / step))
+            steps = max(1 + kind.is_hidden, math.ceil(self._grid.block_seconds / step))
             # What is hidden leaves nothing in flight that could hold up the second step.
-            free = not kind.in_step and transfer < compute
-            warm_up = min(1, kind.warm_up) if free else kind.warm_up
+            is_free = (kind.is_hidden or name == ALONE) and transfer < compute
+            warm_up = (1 if is_free else 2) if kind.is_hidden else 0
             # Bytes are counted from the warm-up on: both are whole periods.
             whole = (kind.steps * math.ceil(count / kind.steps) for count in (warm_up, steps))
-            turns[name] = (*whole, _SPREAD * compute if free else 0.0)
+            turns[name] = (*whole, _SPREAD * compute if is_free else 0.0)
         return turns
 
-    def _fill(self, name: str, blocks: list[Block], alone: float | None) -> None:
-        cell = self._found[name]
-
+    def _fill(self, name: str, blocks: list[dict[str, Any]], alone: float | None) -> None:
         def median(what: str) -> float:
             return statistics.median(block[what] for block in blocks)
 
-        bare = self._found.get(KINDS[name].bare or "")
+        cell, bare = self._found[name], self._found.get(KINDS[name].bare or "")
+        steps = spread([*chain.from_iterable(block["steps"] for block in blocks)])
         cell |= {
             "step_seconds": [short(block["seconds"]) for block in blocks],
             "step_seconds_median": short(median("seconds")),
+            "p99_step_seconds": steps["p99"],
+            "longest_step_seconds": steps["longest"],
             "bytes_on_wire": round(median("bytes_on_wire")),
             "bare_seconds": bare and bare["step_seconds_median"],
             **{what: short(median(what)) for what in _SHARES},
@@ -248,11 +298,10 @@ def short(value: float) -> float:
 
 
 def _line(cell: Cell) -> str:
-    seconds = cell["step_seconds_median"]
-    if seconds is None:
+    if cell["step_seconds_median"] is None:
         return f"  {cell['contestant']:32} {cell['error']}"
-    low, high = min(cell["step_seconds"]), max(cell["step_seconds"])
-    said = f"{1e3 * seconds:8.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
-    if "predicted_seconds" in cell:
-        said += f", predicted {1e3 * cell['predicted_seconds']:.0f}"
-    return f"  {cell['contestant']:32} {said} {'; '.join(cell['marks'])}"
+    seconds = cell["step_seconds_median"], *(f(cell["step_seconds"]) for f in (min, max))
+    middle, low, high = (f"{1e3 * each:.0f}" for each in seconds)
+    longest = f"{1e3 * cell['longest_step_seconds']:.0f}"
+    times = f"{middle:>7} ms ({low} to {high}), longest step {longest}"
+    return f"  {cell['contestant']:32} {times} {'; '.join(cell['marks'])}"

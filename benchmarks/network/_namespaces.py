@@ -48,11 +48,7 @@ def missing() -> list[str]:
 
 
 def run(*command: str, lines: Iterable[str] = ()) -> str:
-    """Runs `ip`, `tc` or `bridge` to its end, with lines of a batch; what it printed.
-
-    Raises:
-        NetworkError: It failed, with what it said.
-    """
+    """Runs `ip`, `tc` or `bridge` to its end, with lines of a batch; what it printed."""
     text = "".join(f"{line}\n" for line in lines)
     words = [*command, "-batch", "-"] if text else list(command)
     try:
@@ -88,22 +84,14 @@ def started(pid: int) -> int | None:
 
 
 def sweep() -> list[str]:
-    """Removes the namespaces of processes that have ended; their names.
-
-    Raises:
-        NetworkError: One of them does not go.
-    """
+    """Removes the namespaces of processes that have ended; their names."""
     dead = [name for name in namespaces() if _is_dead(name)]
     remove(dead)
     return dead
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kills what runs in these namespaces and removes them; those that are gone already are fine.
-
-    Raises:
-        NetworkError: A process would not die, or a namespace not go.
-    """
+    """Kills what runs in these namespaces and removes them; some may be gone already."""
     deadline = time.monotonic() + _DEATH_SECONDS
     while left := _inhabitants(names):  # again: one may have forked another meanwhile
         if time.monotonic() > deadline:

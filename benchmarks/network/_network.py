@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -15,6 +17,8 @@ from ._namespaces import NetworkError, run
 
 MAXIMUM_HOSTS = 250
 _DEATH_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_TIMED_OUT = 124
 _NOBODY = "lladdr 02:00:00:00:00:00 nud permanent"
 # Else the bridge greets every host now and then, and the counters have it.
 _NO_IPV6 = "cd /proc/sys/net/ipv6/conf/default 2>/dev/null && echo 1 > disable_ipv6 || true"
@@ -38,14 +42,6 @@ class Network:
     A rate is that of the wire, in bits a second each way; TCP hands on 1448 bytes of each 1514.
     Bandwidth is shaped, delay and loss are not. A first-in, first-out queue stands before each
     link, as in a switch: flows that share one do not share it evenly.
-
-    Args:
-        hosts: How many.
-        rate_bits_per_second: Of every host's link.
-
-    Raises:
-        ValueError: No network has so many hosts, or no link this rate.
-        NetworkError: On entering: something is missing, or the machine cannot carry so much.
 
     Example:
         with Network(hosts=2, rate_bits_per_second=1e8) as network:
@@ -97,11 +93,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Kills what runs inside and removes the network; the second time does nothing.
-
-        Raises:
-            NetworkError: Something is left; `python -m benchmarks.network.hosts clean` tries again.
-        """
+        """Kills what runs inside and removes the network; the second time does nothing."""
         if not self._name or self._owner != os.getpid():  # a fork of the owner leaves it be
             return
         # One that is only on its way into a namespace would be found in none.
@@ -145,11 +137,7 @@ class Network:
     def popen(
         self, host: int, argv: Sequence[str | os.PathLike[str]], **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Starts a process on `host`, as `subprocess.Popen`; killed with the network at the latest.
-
-        Raises:
-            FileNotFoundError: There is no such command.
-        """
+        """Starts a process on `host`; it is killed with the network at the latest."""
         command = [os.fspath(word) for word in argv]
         if not command or shutil.which(command[0]) is None:
             raise FileNotFoundError(f"no command {command[:1]} to run on a host")
@@ -165,12 +153,7 @@ class Network:
     def set_rates(
         self, rates_bits_per_second: Mapping[int, float], *, used: int | None = None
     ) -> None:
-        """Changes links as `set_rate` does; all or, if refused, none.
-
-        Args:
-            rates_bits_per_second: By host.
-            used: Only so many of the first hosts move bytes; by default all.
-        """
+        """As `set_rate`, all or none; `used`: how many of the first hosts move bytes."""
         rates = {self._check(host): check_rate(r) for host, r in rates_bits_per_second.items()}
         after = [rates.get(host, now) for host, now in enumerate(self.rates)]
         _check_load(after[:used])
@@ -243,6 +226,46 @@ class Network:
                 "the network is not up: use it inside `with Network(...) as network:`"
             )
         return self._name
+
+
+def run_everywhere(
+    network: Network, argv: list[str], *, port: int = 29500, timeout_seconds: float | None = None
+) -> int:
+    """Runs `argv` on every host until all or one has failed; the first exit status that is not 0.
+
+    Output goes where this process's goes.
+    """
+    processes = []
+    for host in range(network.hosts):
+        values = {
+            "{rank}": str(host),
+            "{world_size}": str(network.hosts),
+            "{address}": network.address(host),
+            "{master}": network.address(0),
+        }
+        words = list(argv)
+        for name, value in values.items():
+            words = [word.replace(name, value) for word in words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | network.environment(host, port=port)
+        processes.append(network.popen(host, words, env=environment))
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    try:
+        while True:
+            ended = [process.poll() for process in processes]
+            for host, status in enumerate(ended):
+                if status:
+                    print(f"host {host}: exit status {status}", file=sys.stderr)
+                    return status % 256
+            if None not in ended:
+                return 0
+            if deadline is not None and time.monotonic() > deadline:
+                print(f"not ended after {timeout_seconds:g} s", file=sys.stderr)
+                return _TIMED_OUT
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _passed(namespace: str) -> dict[str, int]:

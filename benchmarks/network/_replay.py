@@ -36,11 +36,6 @@ class Device:
     What the host does to tensors in between (copies into buckets, mixing in hooks) would be kernels
     of the same stream: it delays the work behind it. A sleep that ends too late does not: what
     follows is shorter by it.
-
-    Attributes:
-        pace: What all work takes, of what it should: 1, but for steps that are not measured.
-        planned_seconds: Work that was run.
-        late_seconds: How much later than it should the work ended, all times together.
     """
 
     def __init__(self) -> None:
@@ -81,7 +76,7 @@ class Device:
 
 
 class _Layers(torch.autograd.Function):
-    """A few parameters' place in the graph: their gradients are ready when the device has run."""
+    """A few parameters in the graph: their gradients are ready when the device has run."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: "ReplayModel", number: int, *_: Tensor) -> Tensor:
@@ -119,10 +114,6 @@ class ReplayModel(nn.Module):
     all share: autograd hands it on without a copy, as a GPU's kernel writes it where it belongs.
     Gradients that are ready within a 25th of the step come together: with a sleep for each, the
     replay itself would keep the processors busy.
-
-    Args:
-        profile: What to replay.
-        device: Runs it.
     """
 
     def __init__(self, profile: Profile, device: Device) -> None:
@@ -191,34 +182,20 @@ def shape_of(count: int) -> tuple[int, ...]:
 
 
 class ReplayOptimizer(Optimizer):
-    """An update that takes a GPU's time and does no arithmetic.
+    """An update that takes a GPU's time and does no arithmetic."""
 
-    Args:
-        parameters: Of a `ReplayModel`, all or (as one optimizer of several) some.
-        device: Runs it.
-        seconds: What the update of these parameters takes.
-        momentum: Hold a tensor of each parameter's size, as SGD with momentum does.
-    """
-
-    def __init__(
-        self, parameters: Iterable[Any], device: Device, seconds: float, *, momentum: bool = False
-    ) -> None:
+    def __init__(self, parameters: Iterable[Any], device: Device, seconds: float) -> None:
         super().__init__(parameters, {"lr": 1.0})
         self._device = device
         self._seconds = seconds
-        self._momentum = momentum
         self._elements = sum(p.numel() for group in self.param_groups for p in group["params"])
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Sleeps; the first time it makes its state.
+        """Sleeps.
 
         A step on some of the parameters, in the middle of a backward pass, takes its share.
         """
         assert closure is None
-        if self._momentum and not self.state:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         there = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         elements = sum(p.numel() for p in there)
         if 0 < elements < self._elements:

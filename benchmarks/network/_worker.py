@@ -9,19 +9,18 @@ import resource
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks._common import forget_peak, memory_bytes
 from gossipgrad.planning import Profile
 
-from ._contestants import Contestant, Surroundings
-from ._kinds import KINDS
+from ._contestants import KINDS, Contestant, Surroundings
 from ._replay import sharpen_sleep
-from ._sparse import Sparsified
 
 _GROUP_SECONDS = 120.0
 _HARDLY = 0.02  # of the compute
@@ -45,19 +44,19 @@ class Worker:
             "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
         )
 
-    def make(self, name: str, profile: dict, size_factor: float, sparse: Any) -> None:
+    def make(self, name: str, profile: dict, *surroundings: Any) -> None:
         """Makes a contestant."""
-        # The kernel keeps a high-water mark: from here on it is this contestant's.
-        Path("/proc/self/clear_refs").write_text("5")
-        self._bytes_before[name] = _memory_bytes("VmRSS")
-        surroundings = Surroundings(
-            profile=Profile.from_json(profile), size_factor=size_factor, sparse=sparse
-        )
-        self._held[name] = KINDS[name].make(surroundings)
+        self._bytes_before[name] = forget_peak()  # from here on the peak is this contestant's
+        self._held[name] = KINDS[name].make(Surroundings(Profile.from_json(profile), *surroundings))
         # What stays is not looked at again: a collection in a block would hold up this rank, and
         # with it all that wait for it.
         gc.collect()
         gc.freeze()
+
+    def prepare(self, name: str) -> None:
+        """What a contestant needs before its steps are those that it takes for long."""
+        dist.barrier()
+        self._held[name].settle()
 
     def settle(self, name: str, steps: int) -> dict[str, float]:
         """Steps with hardly any compute, after a barrier that takes the others along."""
@@ -69,23 +68,13 @@ class Worker:
             contestant.step()
         seconds = (time.perf_counter() - start) / steps
         contestant.device.pace = 1.0
-        memory = _memory_bytes("VmHWM") - self._bytes_before[name]
-        return {"seconds": seconds, "memory_bytes": memory}
+        grown = memory_bytes("VmHWM") - self._bytes_before[name]
+        return {"seconds": seconds, "memory_bytes": grown}
 
-    def measured(self, name: str) -> dict[str, Any]:
-        """What a session has measured that plans itself."""
-        dist.barrier()
-        contestant = self._held[name]
-        assert isinstance(contestant, Sparsified)
-        return contestant.measured()
-
-    def run(
-        self, name: str, warm_up: int, steps: int, hurried: bool, begin: float
-    ) -> dict[str, Any]:
+    def run(self, name: str, warm_up: int, steps: int, begin: float) -> dict[str, Any]:
         """Runs a block from a moment (`time.perf_counter`, the same in all processes) on.
 
-        Steps of the warm-up are not measured; in a hurry, a step that is like the one before is not
-        run, and takes what that one took.
+        Steps of the warm-up are not measured.
         """
         contestant, device = self._held[name], self._held[name].device
         user = resource.getrusage(resource.RUSAGE_SELF).ru_utime
@@ -94,21 +83,14 @@ class Worker:
         for _ in range(warm_up):
             contestant.step()
         device.reset()
-        seconds: list[float] = []
-        cpu_seconds: list[float] = []
+        cpu, ends = time.process_time(), [time.perf_counter()]
         for _ in range(steps):
-            if hurried and seconds and contestant.skip():
-                seconds.append(seconds[-1])
-                cpu_seconds.append(cpu_seconds[-1])
-                continue
-            start, cpu = time.perf_counter(), time.process_time()
             contestant.step()
-            seconds.append(time.perf_counter() - start)
-            cpu_seconds.append(time.process_time() - cpu)
+            ends.append(time.perf_counter())
         planned = device.planned_seconds
         return {
-            "seconds": sum(seconds),
-            "cpu_seconds": sum(cpu_seconds),
+            "steps": [end - start for start, end in pairwise(ends)],
+            "cpu_seconds": time.process_time() - cpu,
             "late_share": device.late_seconds / planned if planned else 0.0,
             "started_late_seconds": late,
             "user_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - user,
@@ -124,11 +106,6 @@ class Worker:
         self._store = None
         gc.unfreeze()
         gc.collect()
-
-
-def _memory_bytes(what: str) -> int:
-    with Path("/proc/self/status").open() as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{what}:"))
 
 
 def main(socket: str, host: int) -> None:

@@ -9,58 +9,13 @@ The command gets the environment torch.distributed asks for; {rank}, {world_size
 """
 
 import argparse
-import os
 import sys
-import time
 
 from benchmarks._common import ends_as_ctrl_c
 
 from ._links import parse_rate
 from ._namespaces import NetworkError, missing, sweep
-from ._network import Network
-
-_POLL_SECONDS = 0.05
-_TIMED_OUT = 124
-
-
-def run_everywhere(
-    network: Network, argv: list[str], *, port: int = 29500, timeout_seconds: float | None = None
-) -> int:
-    """Runs `argv` on every host until all or one has failed; the first exit status that is not 0.
-
-    Output goes where this process's goes.
-    """
-    processes = []
-    for host in range(network.hosts):
-        values = {
-            "{rank}": str(host),
-            "{world_size}": str(network.hosts),
-            "{address}": network.address(host),
-            "{master}": network.address(0),
-        }
-        words = list(argv)
-        for name, value in values.items():
-            words = [word.replace(name, value) for word in words]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | network.environment(host, port=port)
-        processes.append(network.popen(host, words, env=environment))
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    try:
-        while True:
-            ended = [process.poll() for process in processes]
-            for host, status in enumerate(ended):
-                if status:
-                    print(f"host {host}: exit status {status}", file=sys.stderr)
-                    return status % 256
-            if None not in ended:
-                return 0
-            if deadline is not None and time.monotonic() > deadline:
-                print(f"not ended after {timeout_seconds:g} s", file=sys.stderr)
-                return _TIMED_OUT
-            time.sleep(_POLL_SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+from ._network import Network, run_everywhere
 
 
 def main() -> int:

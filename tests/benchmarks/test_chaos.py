@@ -2,17 +2,13 @@
 
 import hashlib
 import json
-import pickle
 from dataclasses import asdict
-from multiprocessing import Pipe
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.chaos.__main__ import Results
-from benchmarks.chaos._outside import Joiners
-from benchmarks.chaos._runner import begun_anew, story
+from benchmarks.chaos._runner import begun_anew
 from benchmarks.chaos._script import (
     FIRST_JOINED,
     FIRST_RESUMED,
@@ -167,27 +163,6 @@ def test_who_could_not_join_is_said_unless_the_run_was_over():
         assert len(why(script, accuracies, joins={0: how})) == 1
 
 
-def test_scripts_that_are_there_are_not_run_again(tmp_path):
-    path, script = tmp_path / "chaos.json", draw(3)
-    results = Results(path)
-    assert results.lacks(script)
-    results.add(judge(script, found(script, {0: 0.83}), UNDISTURBED))
-    assert not Results(path).lacks(script)
-    assert Results(path, again=True).lacks(script)
-    assert Results(path).lacks(draw_script(3, steps=10, evaluations=1))
-
-
-def test_a_story_is_in_order():
-    events = [
-        {"at": 12.5, "what": "fault", "fault": 0, "rank": 1},
-        {"at": 10.0, "what": "begins", "rank": 1, "pid": 4},
-    ]
-    assert story(events, make(KILL)) == [
-        "  0.000 s  begins: rank 1, pid 4",
-        "  2.500 s  fault: kill rank 1, before step 20",
-    ]
-
-
 def test_twins_are_compared_bit_for_bit_but_for_times(tmp_path):
     def write(name, *, loss=0.25, weight=1.0, seconds=0.1):
         folder = tmp_path / name
@@ -205,42 +180,3 @@ def test_twins_are_compared_bit_for_bit_but_for_times(tmp_path):
     assert len(differences(write("near", weight=1.0000001), twin, 1)) == 1
     (tmp_path / "same" / "metrics-rank0.jsonl").write_text("")
     assert len(differences(tmp_path / "same", twin, 1)) == 1
-
-
-class Ended:
-    """A process that has ended, or will not."""
-
-    def __init__(self, exitcode):
-        self.exitcode = exitcode
-
-    def is_alive(self):
-        return self.exitcode is None
-
-    def kill(self):
-        self.exitcode = -9
-
-    def join(self, timeout=None):
-        pass
-
-    close = join
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "writes", "key"),
-    [(0, True, "exit_code"), (-11, False, "error"), (None, False, "error"), (None, True, "error")],
-)
-def test_one_that_was_let_in_and_hangs_or_crashes_is_reported(tmp_path, exitcode, writes, key):
-    joiners = Joiners(draw(FIRST_JOINED), tmp_path, tmp_path)
-    (ours, theirs), (others, _) = Pipe(), Pipe()
-    joiners._pipes, joiners._processes = {0: ours, 1: others}, {0: Ended(exitcode), 1: Ended(0)}
-    joiners.let_in(0)
-    assert theirs.recv() == "join"
-    if writes:
-        (tmp_path / "join0.json").write_text(json.dumps({"exit_code": 0} if exitcode == 0 else {}))
-    joiners.__exit__(None, None, None)
-    assert [[*outcome] for outcome in joiners.outcomes().values()] == [[key]]
-
-
-def test_scripts_reach_their_processes_as_they_are():
-    for seed in (0, FIRST_RESUMED, FIRST_JOINED):
-        assert pickle.loads(pickle.dumps(draw(seed))) == draw(seed)

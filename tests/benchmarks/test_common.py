@@ -1,10 +1,11 @@
-"""What every benchmark keeps and writes."""
+"""What every benchmark keeps, writes and computes."""
 
 import json
+import math
 
 import pytest
 
-from benchmarks._common import once, write
+from benchmarks._common import best_rate, once, paired, quartiles, spread, write
 
 
 def test_a_cell_is_computed_once_and_never_with_other_settings(tmp_path):
@@ -15,9 +16,33 @@ def test_a_cell_is_computed_once_and_never_with_other_settings(tmp_path):
         once(path, {"rates": (1, 3)}, lambda: {"loss": 2.0})
 
 
-def test_raw_rows_lie_beside_the_figures(tmp_path):
+def test_figures_stand_beside_command_versions_and_machine(tmp_path):
     path = write("made_up", {"median": 2}, raw=[1, 2, 3], path=tmp_path / "made_up.json")
     figures = json.loads(path.read_text())
     assert figures["median"] == 2
+    assert {"command", "versions", "machine"} <= figures.keys()
     assert "raw" not in figures
     assert json.loads((tmp_path / "raw" / "made_up.json").read_text())["raw"] == [1, 2, 3]
+
+
+def test_spreads_of_times():
+    assert quartiles([1.0]) == [1.0, 1.0, 1.0]
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
+    found = spread([*range(1, 101)])
+    assert found["median"] == 50.5
+    assert 99 <= found["p99"] <= found["longest"] == 100
+
+
+def test_differences_are_paired_by_seed():
+    assert paired([2.0, 12.0, 22.0], [1.0, 11.0, 21.0]) == {"difference": 1.0, "interval": 0.0}
+    found = paired([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    assert found == {"difference": 2.0, "interval": 2.484}  # 4.303 / sqrt(3)
+    assert paired([1.0], [0.0]) == {"difference": 1.0, "interval": None}
+
+
+def test_a_rate_is_searched_beyond_the_edges_and_never_diverges():
+    rate, tried = best_rate((0.1, 0.2), lambda rate: math.nan if rate > 0.5 else -rate, 2.0)
+    assert rate == 0.4
+    assert set(tried) == {0.1, 0.2, 0.4, 0.8}
+    rate, _ = best_rate((0.1, 0.2, 0.4), lambda rate: rate, 2.0)
+    assert rate < 0.1

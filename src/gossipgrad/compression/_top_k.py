@@ -27,8 +27,7 @@ _INTEGERS = {
 _CHUNK_BYTES = 1 << 20
 """The CPU reads values in pieces of this size, so that magnitudes are still in the cache."""
 _PARTITION_ABOVE_DENSITY = 0.25
-"""Up to one piece, and above this density, partial sorting was faster or took less memory: see
-benchmarks/results/selection.json."""
+"""Up to one piece, and above this density, partial sorting was faster or took less memory."""
 _SAMPLE = 1 << 16
 _BLOCKS = (64, 16)
 _BLOCK_PIECE = 1 << 22
@@ -67,7 +66,7 @@ def top_k(
     Args:
         values: One-dimensional and contiguous, of float16, bfloat16, float32 or float64.
         count: How many, a whole number, 1 to `n`.
-        method: The default chooses by what `benchmarks/selection.py` measured.
+        method: The default is what was fastest on CPUs for the size and the density.
 
     Returns:
         int64, on the device of `values`.
