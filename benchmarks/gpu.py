@@ -1,10 +1,9 @@
-"""What a session adds to a step on a GPU, and what selection and roots take there.
+"""What a session adds to a step on a GPU, and what roots take there.
 
 * `step`: two processes that share one card train a GPT in bfloat16 autocast. Contestants take turns
   in the same two processes, block by block: no exchange, gossip, gossip with a bfloat16 wire,
   gossip in mode `sync`, DDP over Gloo. (NCCL refuses two ranks on one card.) Messages pass through
   host memory and loopback.
-* `selection`: `top_k` and `torch.topk` on the card.
 * `second_order`: a step of SOAP with roots computed in the step, and in the background.
 
     python -m benchmarks.gpu
@@ -24,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gossipgrad as gg
 from benchmarks._common import in_processes, spread, tell, write
 from benchmarks._tasks import GPT, loss
-from gossipgrad.compression import top_k
 
 CONTESTANTS = ("no exchange", "gossip", "gossip, bf16 wire", "gossip, sync", "DDP over Gloo")
 VOCABULARY, CONTEXT = 8192, 256
@@ -132,35 +130,6 @@ def step(sizes: tuple[int, int], batch: int, blocks: int, steps: int) -> dict[st
     }
 
 
-def timed(function: Callable[[], Any], repeats: int = 15) -> dict[str, Any]:
-    """What the card takes for a call, by events on the stream; the first calls warm up."""
-    values = []
-    for number in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 3:
-            values.append(begin.elapsed_time(end) / 1e3)
-    return quartiles(values)
-
-
-def selection() -> dict[str, Any]:
-    """Milliseconds to select a share of values."""
-    found: dict[str, Any] = {}
-    for numel in (1 << 20, 25_000_000, 100_000_000):
-        values = torch.randn(numel, device="cuda")
-        for density in (0.001, 0.01):
-            count = int(density * numel)
-            found[f"{numel}, {density}"] = {
-                "top_k": timed(lambda v=values, c=count: top_k(v, c)),
-                "torch.topk": timed(lambda v=values, c=count: torch.topk(v.abs(), c, sorted=False)),
-            }
-    return found
-
-
 def second_order(steps: int) -> dict[str, Any]:
     """Wall time of steps of SOAP on a GPT: median, and the 99th percentile over it."""
     found: dict[str, Any] = {}
@@ -209,7 +178,6 @@ def main() -> None:
         raise SystemExit("benchmarks.gpu needs a CUDA device, and torch finds none")
     figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "seed": 0}
     parts: dict[str, Callable[[], Any]] = {
-        "selection": selection,
         "second_order": lambda: second_order(5 * options.steps),
         "step": lambda: [
             step((8, 512), batch, options.blocks, options.steps) for batch in (16, 64, 256)

@@ -102,10 +102,10 @@ class Contestant:
         partners = partners_of(self.topology, self.ranks.count, self.seed, self.rounds)
         return (stacked + stacked[partners]) / 2
 
-    def sends(self, elements: float, *, all_reduce: bool, width: float = 4.0) -> None:
-        """Counts so many elements of every rank, of `width` bytes."""
+    def sends(self, elements: float, *, all_reduce: bool) -> None:
+        """Counts so many elements of every rank, of 4 bytes."""
         p = self.ranks.count
-        self.bytes += elements * width * (2 * (p - 1) / p if all_reduce else 1.0)
+        self.bytes += 4 * elements * (2 * (p - 1) / p if all_reduce else 1.0)
 
     def restart(self, weights: list[Tensor]) -> None:
         """Local and outer weights are these."""
@@ -141,30 +141,6 @@ class DiLoCo(Contestant):
         self.sends(NUMEL, all_reduce=True)
 
 
-class StreamingDiLoCo(Contestant):
-    """arXiv:2501.18512: three fragments in turn, applied `delay` steps later.
-
-    Deviations: a fragment is a layer; messages are fp32, not 4 bits.
-    """
-
-    periods, delay, mixing = (8, 32, 100), 2, 0.5
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.due: dict[int, tuple[tuple[int, int], list[Tensor]]] = {}
-
-    def after(self, t: int) -> None:
-        for fragment in range(3):
-            if t % self.period == (fragment + 1) * self.period // 3 % self.period:
-                layer = (2 * fragment, 2 * fragment + 1)
-                d = [average(self.y[i] - self.ranks.x[i]) for i in layer]
-                self.due[t + self.delay] = layer, d
-                self.sends(sum(math.prod(SHAPES[i]) for i in layer), all_reduce=True)
-        for i, d in zip(*self.due.pop(t, ((), ())), strict=True):
-            self.y[i] = self.nesterov(i, self.y[i], d)
-            self.ranks.x[i].lerp_(self.y[i], 1 - self.mixing)
-
-
 class NoLoCo(Contestant):
     """arXiv:2506.10911, as in its public code: random pairs, weights and pseudo-gradients.
 
@@ -180,50 +156,6 @@ class NoLoCo(Contestant):
             new.append(y + self.m[i].mul_(self.momentum).add_(step))
         self.restart(new)
         self.sends(2 * NUMEL, all_reduce=False)
-
-
-class Sparta(Contestant):
-    """Exogym's rule: a random share of 1 / H of the weights averaged exactly in every step."""
-
-    outer_lrs = ()
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.generator = torch.Generator().manual_seed(self.seed)
-
-    def after(self, t: int) -> None:
-        for x in self.ranks.x:
-            chosen = torch.rand(x.shape[1:], generator=self.generator) < 1 / self.period
-            x.copy_(torch.where(chosen, average(x), x))
-            self.sends(chosen.sum().item(), all_reduce=True)
-
-
-class SparseLoCo(Contestant):
-    """arXiv:2508.15706: the largest 1/32 of each 4,096 pseudo-gradients at 2 bits, error feedback.
-
-    Deviations: chunks are a tensor's elements in order; four even levels in place of its codebook.
-    Every rank gathers what the others send: 12 bits an index, 2 a value, p - 1 times.
-    """
-
-    outer_lr, decay, chunk, share = 1.0, 0.95, 4096, 1 / 32
-
-    def exchange(self) -> None:
-        p, new = self.ranks.count, []
-        for i, (y, d) in enumerate(zip(self.y, self.pseudo_gradients(), strict=True)):
-            e = self.m[i].mul_(self.decay).add_(d)  # here m is what was not sent
-            sent = []
-            for piece in e.view(p, -1).split(self.chunk, 1):
-                k = max(1, round(self.share * piece.shape[1]))
-                at = piece.abs().topk(k, 1).indices
-                value = piece.gather(1, at)
-                most = value.abs().amax(1, keepdim=True).clamp_min(1e-30)
-                level = ((value / most + 1) * 1.5).round().clamp(0, 3)
-                sent.append(torch.zeros_like(piece).scatter(1, at, most * (2 * level - 3) / 3))
-                self.sends(k * (p - 1), all_reduce=False, width=14 / 8)
-            whole_sent = torch.cat(sent, 1).view_as(e)
-            e.sub_(whole_sent)
-            new.append(y - self.lr * average(whole_sent))
-        self.restart(new)
 
 
 class Ours(Contestant):
@@ -270,10 +202,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "ours, overlap": OursOverlap,
     "plain gossip": PlainGossip,
     "DiLoCo": DiLoCo,
-    "Streaming DiLoCo": StreamingDiLoCo,
     "NoLoCo": NoLoCo,
-    "SPARTA": Sparta,
-    "SparseLoCo": SparseLoCo,
     "ours, two exchanges": OursTwice,
 }
 

@@ -71,7 +71,6 @@ class Method:
     """What is done to the gradient."""
 
     density: float | None = None  # None: dense
-    per_tensor: bool = False
     warm_up: bool = False
     correction: bool = False
     is_default: bool = False
@@ -84,8 +83,7 @@ class Method:
         if self.density is None:
             return "dense"
         parts = [f"density {self.density:g}"]
-        parts += ["per tensor"] * self.per_tensor + ["warm-up"] * self.warm_up
-        parts += ["momentum correction"] * self.correction
+        parts += ["warm-up"] * self.warm_up + ["momentum correction"] * self.correction
         return ", ".join(parts)
 
     def at(self, step: int, warm_up_steps: int) -> float:
@@ -105,7 +103,6 @@ METHODS = (
     Method(0.01, is_default=True),
     *(Method(density, warm_up=True) for density in (0.01, 0.001)),
     *(Method(density, warm_up=True, correction=True) for density in (0.01, 0.001)),
-    *(Method(density, per_tensor=True) for density in (0.01, 0.001)),
 )
 
 
@@ -124,7 +121,6 @@ class SparsifiedRanks:
         world_size: int,
         *,
         density: Any,
-        per_tensor: bool = False,
         momentum: float | None = None,
         clip: float | None = None,
     ) -> None:
@@ -132,9 +128,8 @@ class SparsifiedRanks:
         self._world_size, self._model, self._optimizer = world_size, model, optimizer
         self._density, self._momentum, self._clip = density, momentum, clip
         self._parameters = list(reversed([p for p in model.parameters() if p.requires_grad]))
-        sizes = [p.numel() for p in self._parameters]
-        self._sizes, self._selected_from = sizes, sizes if per_tensor else [sum(sizes)]
-        self._residuals, self._velocities = torch.zeros(2, world_size, sum(sizes))
+        self._sizes = [p.numel() for p in self._parameters]
+        self._residuals, self._velocities = torch.zeros(2, world_size, sum(self._sizes))
 
     def step(self, batches: Sequence[Part]) -> float:
         """One step on a batch a rank; the mean loss."""
@@ -165,12 +160,9 @@ class SparsifiedRanks:
         if self._momentum is not None:
             gradient = self._velocities[rank].mul_(self._momentum).add_(gradient)
         wanted = self._residuals[rank].add_(gradient)
-        density, start = self._density(self.steps), 0
-        for size in self._selected_from:
-            chosen = start + top_k(wanted[start : start + size], max(int(density * size), 1))
-            total[chosen] += wanted[chosen]
-            wanted[chosen] = self._velocities[rank, chosen] = 0
-            start += size
+        chosen = top_k(wanted, max(int(self._density(self.steps) * len(wanted)), 1))
+        total[chosen] += wanted[chosen]
+        wanted[chosen] = self._velocities[rank, chosen] = 0
 
 
 def run(
@@ -191,7 +183,6 @@ def run(
         optimizer,
         world_size,
         density=None if method.density is None else partial(method.at, warm_up_steps=warm_up_steps),
-        per_tensor=method.per_tensor,
         momentum=0.9 if method.correction else None,
         clip=setting.clip,
     )

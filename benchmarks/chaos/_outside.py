@@ -4,16 +4,13 @@ import contextlib
 import functools
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -145,98 +142,54 @@ class Director:
 
 
 class Joiners:
-    """A process for each fault that brings others in, for as long as the block.
-
-    `gossipgrad train --join` needs seconds to load torch; here it is loaded before.
-    """
+    """Processes that join the run at the moment of a fault, for as long as the block."""
 
     def __init__(self, script: Script, folder: Path, subset: Path) -> None:
-        self._script = script
-        self._arguments = folder, subset
-        self._pipes: dict[int, Connection] = {}
-        self._processes: dict[int, Any] = {}
-        self._let_in: set[int] = set()
-        self._ends: dict[int, str] = {}
+        self._script, self._folder, self._subset = script, folder, subset
+        self._processes: dict[int, list[Any]] = {}
+        self._outcomes: dict[int, dict[str, Any]] = {}
 
     def __enter__(self) -> Self:
-        context = multiprocessing.get_context("forkserver")
-        for number in self._script.joins:
-            ours, theirs = context.Pipe()
-            count = self._script.faults[number].count
-            arguments = (theirs, number, count, *self._arguments)
-            process = context.Process(target=_joiner, args=arguments)
-            process.start()
-            theirs.close()
-            ours.recv()
-            self._pipes[number], self._processes[number] = ours, process
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for pipe in self._pipes.values():
-            pipe.close()  # whose moment has not come ends
-        for number, process in self._processes.items():
-            process.join(_END_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-                self._ends[number] = f"hang: was not over {_END_SECONDS:g} s after the run"
-            elif not _result(self._arguments[0], number).exists():
-                self._ends[number] = f"ended without a result, with exit code {process.exitcode}"
-            process.close()
+    def __exit__(self, *error: object) -> None:
+        for number, processes in self._processes.items():
+            found = []
+            for one, process in enumerate(processes):
+                process.join(_END_SECONDS)
+                end = self._end(number, one)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                    found.append({"error": f"hang: was not over {_END_SECONDS:g} s after the run"})
+                elif end.exists():
+                    found.append(json.loads(end.read_text()))
+                else:
+                    found.append({"error": f"ended with exit code {process.exitcode} alone"})
+                process.close()
+            self._outcomes[number] = min(found, key=lambda each: "error" not in each)
 
     def let_in(self, number: int) -> None:
         """The moment of a fault has come."""
-        self._let_in.add(number)
-        with contextlib.suppress(OSError):  # one that has crashed is reported at the end
-            self._pipes[number].send("join")
+        context = multiprocessing.get_context("forkserver")
+        Events(self._folder).tell("joins", fault=number)
+        self._processes[number] = []
+        for one in range(self._script.faults[number].count):
+            arguments = (self._folder, self._subset, self._end(number, one))
+            self._processes[number].append(context.Process(target=_join, args=arguments))
+            self._processes[number][-1].start()
 
     def outcomes(self) -> dict[int, dict[str, Any]]:
-        """How it went for those whose moment had come; behind the block."""
-        return {
-            number: {"error": self._ends[number]}
-            if number in self._ends
-            else json.loads(_result(self._arguments[0], number).read_text())
-            for number in sorted(self._let_in)
-        }
+        """By fault, how the worst of its joins ended; after the block."""
+        return self._outcomes
+
+    def _end(self, number: int, one: int) -> Path:
+        return self._folder / f"join{number}-{one}.json"
 
 
-def _joiner(pipe: Connection, number: int, count: int, folder: Path, subset: Path) -> None:
-    redirect(folder / f"rank-joining{number}.log")
-    load(["gossipgrad.train", "torch._dynamo", __name__])
-    pipe.send("ready")
-    try:
-        pipe.recv()
-        Events(folder).tell("joins", fault=number)
-        context = multiprocessing.get_context("forkserver")
-        ends = [folder / f"join{number}-{one}.json" for one in range(count)]
-        workers = [
-            context.Process(target=_joined_worker, args=(folder, subset, end)) for end in ends
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        found = [
-            json.loads(end.read_text())
-            if end.exists()
-            else {"error": f"ended without a word, with exit code {worker.exitcode}"}
-            for end, worker in zip(ends, workers, strict=True)
-        ]
-        found.sort(key=lambda one: "error" not in one)
-        _result(folder, number).write_text(json.dumps(found[0]))
-    except EOFError:
-        return
-    finally:  # as at the end of a command; a child of the fork server leaves its own behind
-        multiprocessing.forkserver._forkserver._stop()
-        sys.stdout.flush()
-
-
-def _joined_worker(folder: Path, subset: Path, end: Path) -> None:
+def _join(folder: Path, subset: Path, end: Path) -> None:
+    """As `gossipgrad train --join`, for which torch is loaded already."""
+    redirect(folder / f"rank-joining-{end.stem}.log")
     data.load = functools.partial(load_subset, subset)
     data.prepare = lambda *_, **__: None
     try:
@@ -246,10 +199,6 @@ def _joined_worker(folder: Path, subset: Path, end: Path) -> None:
     except BaseException:
         found = {"error": traceback.format_exc()}
     end.write_text(json.dumps(found))
-
-
-def _result(folder: Path, number: int) -> Path:
-    return folder / f"join{number}.json"
 
 
 def redirect(log: Path) -> None:

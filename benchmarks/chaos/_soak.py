@@ -73,6 +73,7 @@ def _part(
     world: Any, steps: int, mode: str, topology: str, share: float, sessions: int
 ) -> list[dict[str, int]]:
     torch.manual_seed(0)
+    sessions = min(sessions, max(1, steps // 200))
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(world.rank())
@@ -93,7 +94,7 @@ def _part(
                     delivered = before + session.stats().outcomes["delivered"]
                     samples.append({"exchanges": delivered, **sizes()})
             before = samples[-1]["exchanges"]
-            session.average_([torch.zeros(1)])  # all have taken their steps
+            session.average_()  # all have taken their steps
     return samples
 
 
