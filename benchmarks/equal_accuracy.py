@@ -131,6 +131,7 @@ class Task(NamedTuple):
     rates: tuple[float, ...]
     ranks: tuple[int, ...] = (8, 32, 128)
     distances_at: tuple[int, ...] = ()
+    is_constant: bool = False  # the learning rate
 
 
 TASKS = {
@@ -144,8 +145,9 @@ TASKS = {
         *(ADAM, 64, 400, (0.004, 0.008), (8,)),
     ),
     "drift": Task(
-        *("digits", lambda: mlp(64, 10), DRIFT, 128, 2000, (0.1,), (4, 8)),
+        *("digits", lambda: mlp(64, 10), DRIFT, 128, 1000, (0.1,), (4, 8)),
         distances_at=(10, 20, 50, 100),
+        is_constant=True,
     ),
     "staleness": Task("fashion-mnist", lambda: mlp(784, 10), STALE, 512, 702, (0.05,), (8,)),
     "shared_mask": Task("fashion-mnist", lenet, MASKS, 256, 702, (0.05,), (8,)),
@@ -188,7 +190,7 @@ def train(task: Task, ranks: int, way: dict[str, Any], rate: float, seed: int) -
     began, warm_up, losses, distances = time.perf_counter(), max(1, task.steps // 20), [], {}
     for step, (x, y) in enumerate(batches(task, seed)):
         for group in replicas.optimizer.param_groups:
-            group["lr"] = cosine(rate, step, task.steps, warm_up)
+            group["lr"] = rate if task.is_constant else cosine(rate, step, task.steps, warm_up)
         parts = (part.reshape(ranks, -1, *part.shape[1:]) for part in (x, y))
         losses.append(float(replicas.step(*parts).mean()))
         if mix := way.get("mix"):

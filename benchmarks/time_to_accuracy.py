@@ -91,7 +91,7 @@ class Run(NamedTuple):
         return curve(ddp)[-1][1] - self.family.less if ddp.exists() else None
 
     def is_needed(self, base: Path) -> bool:
-        """Whether it tells anything: a longer one where those before fell short of the target."""
+        """Whether it is of use: a longer one where those before fell short of the target."""
         names = list(self.family.contestants)
         if self.contestant == DDP or self.family.contestants[self.contestant][1] == 1.0:
             return True

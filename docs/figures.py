@@ -144,10 +144,10 @@ def draw_distance(path: Path, world_size: int = 4) -> None:
     """Consensus distance as training goes on, measured."""
     rows = json.loads((RESULTS / "equal_accuracy.json").read_text())["rows"]
     drawing = Drawing(680, 336)
-    chart = Chart(drawing, 2000, (1e-3, 10), log=True)
+    chart = Chart(drawing, 1000, (1e-2, 10), log=True)
     chart.axes(
-        [0, 500, 1000, 1500, 2000],
-        [1e-3, 1e-2, 1e-1, 1, 10],
+        [0, 250, 500, 750, 1000],
+        [1e-2, 1e-1, 1, 10],
         "rounds",
         f"consensus distance, {world_size} ranks",
     )

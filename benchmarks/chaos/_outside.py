@@ -238,7 +238,7 @@ class Traces:
 
 
 def processes_of(session: int) -> dict[int, str]:
-    """Processes of a session by number, with their command, whoever their parent is now."""
+    """Processes of a session by number, with their command, with any parent."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Runs scripts in processes of their own, kept alive from script to script; a hang is ended.
 
-A runner leads its session, so that all of it can be ended at once, and ends when whoever ordered
+A runner leads its session, so that all of it can be ended at once, and ends when its owner
 does. A script is run by the launcher on this machine; with faults of links each rank is a process
 on a host of a network, as under torchrun with one agent a worker, and the store is on another host.
 """
@@ -136,7 +136,7 @@ def _blank(hang: str, seconds: float) -> dict[str, Any]:
 
 
 def begun_anew(events: list[dict[str, Any]]) -> list[int]:
-    """Ranks that were killed as the launcher ended them to start all anew: it cannot tell."""
+    """Ranks that were killed as the launcher ended them to start all again, unknown to it."""
     killed = {e["rank"]: e["at"] for e in events if e["what"] == "SIGKILL"}
     begins = [e for e in events if e["what"] == "begins" and e["rank"] in killed]
     return sorted({e["rank"] for e in begins if e["at"] > killed[e["rank"]]})
@@ -222,12 +222,12 @@ def run_script(script: Script, folder: Path, subset: Path) -> dict[str, Any]:
 def _twin(script: Script, folder: Path, subset: Path) -> Path:
     """The folder of a run of the same setting that nothing disturbs, and that saves nothing."""
     twin = Script(seed=-1, setting=script.setting, kind="undisturbed", faults=())
-    place = folder / f"twin-{str(script.setting).replace(', ', '-').replace(' ', '-')}"
-    if not place.exists():
-        place.mkdir()
-        found = _run_by_launcher(twin, place, subset)
+    twin_folder = folder / f"twin-{str(script.setting).replace(', ', '-').replace(' ', '-')}"
+    if not twin_folder.exists():
+        twin_folder.mkdir()
+        found = _run_by_launcher(twin, twin_folder, subset)
         assert found.get("exit_code") == 0, f"{script.setting}: fails without any fault: {found}"
-    return place / "run"
+    return twin_folder / "run"
 
 
 def _steps_of(metrics: Path) -> list[float]:

@@ -121,7 +121,7 @@ class Script:
     setting: Setting
     kind: str  # in words, what happens
     faults: tuple[Fault, ...]
-    lost_after_seconds: float = _LOST_AFTER_SECONDS  # how long a rank that stands still is a member
+    lost_after_seconds: float = _LOST_AFTER_SECONDS  # how long a silent rank is a member
     checkpoint_every: int | None = None
     resumes: int = 0  # how often all are killed, and the run is resumed
     exact: bool = False  # whether it must come to what an undisturbed run does, bit for bit
@@ -304,7 +304,7 @@ def _draw_joined(seed: int, steps: int) -> Script:
     faults = [join()]
     if kind == "some join, later more":
         faults.append(join())
-    near = faults[0].number + rng.randint(-15, 60)  # before, meanwhile or after
+    near = faults[0].number + rng.randint(-15, 60)  # before, at the same time or after
     if kind == "some join, one dies":
         faults.append(_kill(rng, (one,), near, rng.choice(_LATER_MOMENTS[:3])))
     elif kind == "some join, one pauses":

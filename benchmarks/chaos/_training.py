@@ -61,7 +61,7 @@ def save_subset(path: Path) -> None:
 
 
 def load_subset(path: Path, *_: Any, **__: Any) -> Dataset:
-    """The subset, in place of what `data.load` was asked for."""
+    """The subset, instead of what `data.load` was asked for."""
     parts = load_file(path)
     info = replace(data.info(_NAME), train_samples=_TRAIN_SAMPLES, test_samples=_TEST_SAMPLES)
     return Dataset(

@@ -39,10 +39,13 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         ),
     ]
     floor = undisturbed["accuracy"] - _POINTS / 100
-    told = {**{f"rank {rank}": value for rank, value in accuracies.items()}, "exported": accuracy}
+    values = {
+        **{f"rank {rank}": value for rank, value in accuracies.items()},
+        "exported": accuracy,
+    }
     why += [
         f"{who}: accuracy {100 * value:.2f} %, undisturbed {100 * undisturbed['accuracy']:.2f} %"
-        for who, value in told.items()
+        for who, value in values.items()
         if value is not None and value < floor
     ]
     if found["seconds"] > bound:
@@ -89,13 +92,13 @@ def _end(script: Script, found: dict[str, Any]) -> list[str]:
         return [found["error"]]
     if "exit_code" in found:
         return [] if found["exit_code"] == 0 else [f"exit code {found['exit_code']}"]
-    told = []
+    found_why = []
     for rank, code in found["exit_codes"].items():
         if code != 0 and rank not in script.killed | script.disturbed:
-            told.append(f"rank {rank} ended with exit code {code}")
+            found_why.append(f"rank {rank} ended with exit code {code}")
     if found["summary"] is None:
-        told.append("no rank has put the run together")
-    return told
+        found_why.append("no rank has put the run together")
+    return found_why
 
 
 def _fired(script: Script, found: dict[str, Any]) -> set[int]:

@@ -26,7 +26,7 @@ from gossipgrad.planning import Profile
 from ._contestants import ALONE, EXCHANGE, KINDS, REDUCE, SPARSE, Curve, measure_selection
 from ._laboratory import Laboratory, WorkerError
 from ._links import MOST_BITS_PER_SECOND, PAYLOAD_SHARE
-from ._measure import Cells, Grid, Place, measure_grid
+from ._measure import Cells, Grid, Setting, measure_grid
 from ._namespaces import NetworkError
 from ._network import Network
 
@@ -41,14 +41,14 @@ _OTHERS = (("resnet50", 3.0, 0.15), ("googlenet", 6.0, 0.15), ("vgg16", 2.0, 0.0
 _WIRE_BYTES, _WIRE_RATE, _WIRE_SHARE = 4e6, 1e8, 0.45
 
 
-def _places(
+def _settings(
     budget: tuple[str, float, float],
     world_sizes: tuple[int, ...],
     rates: tuple[float, ...],
     names: tuple[str, ...] = ALL,
-) -> tuple[Place, ...]:
+) -> tuple[Setting, ...]:
     return tuple(
-        Place(*budget, world_size, rate, names)
+        Setting(*budget, world_size, rate, names)
         for world_size, rate in product(world_sizes, rates)
         if world_size * rate <= MOST_BITS_PER_SECOND
     )
@@ -70,37 +70,37 @@ _SPARSE_BUDGETS = (
 GRIDS = {
     "quick": Grid(
         (
-            *_places(_RESNET50, (4, 8, 16), (1e8, 1e9)),
-            *_places(_GPT2, (8,), (1e8,)),
+            *_settings(_RESNET50, (4, 8, 16), (1e8, 1e9)),
+            *_settings(_GPT2, (8,), (1e8,)),
         ),
         blocks=5,
         block_seconds=0.6,
     ),
     "full": Grid(
         tuple(
-            place
+            setting
             for budget in (_RESNET50, _GPT2, *_OTHERS, ("gpt2", 8.0, 0.03))
-            for place in _places(budget, (4, 8, 16), (1e8, 3e8, 1e9, 4e9))
+            for setting in _settings(budget, (4, 8, 16), (1e8, 3e8, 1e9, 4e9))
         ),
         blocks=9,
         block_seconds=4.0,
     ),
     # What mode sync exposes: exchanges from a thirtieth of the compute to as long as the compute.
     "sync": Grid(
-        _places(_RESNET50, (4, 8), (3e7, 1e8, 3e8, 1e9), _SYNC), 5, 0.6, out="network_sync"
+        _settings(_RESNET50, (4, 8), (3e7, 1e8, 3e8, 1e9), _SYNC), 5, 0.6, out="network_sync"
     ),
     "wire": Grid(
         tuple(
-            place
+            setting
             for name in ("resnet50", "gpt2")
-            for place in _places(_wire_budget(name), (4, 8), (_WIRE_RATE,), _WIRE)
+            for setting in _settings(_wire_budget(name), (4, 8), (_WIRE_RATE,), _WIRE)
         ),
         *(5, 6.0),
         out="network_wire",
     ),
     "sparse": Grid(
         tuple(  # the proportions of full size at 1 Gbit/s
-            Place(*b, 16, 1e9 * b[2] / b[1], (ALONE, "ddp", "ddp, fp16 hook", *SPARSE), 0.001)
+            Setting(*b, 16, 1e9 * b[2] / b[1], (ALONE, "ddp", "ddp, fp16 hook", *SPARSE), 0.001)
             for b in _SPARSE_BUDGETS
         ),
         *(3, 0.5),
@@ -108,8 +108,8 @@ GRIDS = {
     ),
     "try": Grid(
         (
-            Place("resnet50", 0.05, 0.0005, 2, 1e8, (EXCHANGE, REDUCE, ALONE, *_SYNC[3:], "agd")),
-            Place("resnet50", 0.05, 0.0005, 2, 1e8, (ALONE, "topk", "greedy"), 0.01),
+            Setting("resnet50", 0.05, 0.0005, 2, 1e8, (EXCHANGE, REDUCE, ALONE, *_SYNC[3:], "agd")),
+            Setting("resnet50", 0.05, 0.0005, 2, 1e8, (ALONE, "topk", "greedy"), 0.01),
         ),
         *(2, 0.1),
         out="raw/network_try",
@@ -137,7 +137,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         cells = Cells(out, again=options.again)
-        hosts = max(place.world_size for place in grid.places)
+        hosts = max(setting.world_size for setting in grid.settings)
         with (
             ends_as_ctrl_c(),
             Network(hosts=hosts, rate_bits_per_second=1e8) as network,

@@ -127,7 +127,7 @@ class Laboratory:
         }
 
     def restart(self) -> None:
-        """New workers in place of the old ones."""
+        """New workers instead of the old ones."""
         self.close()
         self._joined = 0
         self._start()

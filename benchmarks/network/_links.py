@@ -81,14 +81,14 @@ def piece_line(slowest: float) -> str:
     return f"link set {INTERFACE} gso_max_size {size}"
 
 
-def shape_lines(interface: str, rate: float, *, anew: bool = False) -> Iterator[str]:
+def shape_lines(interface: str, rate: float, *, is_new: bool = False) -> Iterator[str]:
     """`tc`: a token bucket for all that leaves by an interface.
 
-    With another rate (not `anew`) what waits in its queue stays, and goes at the new rate.
+    With another rate (not `is_new`) what waits in its queue stays, and goes at the new rate.
     """
-    if anew:
+    if is_new:
         yield f"qdisc add dev {interface} root handle 1: htb default 1"
-    verb, burst = "add" if anew else "change", _burst_bytes(rate)
+    verb, burst = "add" if is_new else "change", _burst_bytes(rate)
     yield (
         f"class {verb} dev {interface} parent 1: classid 1:1 htb rate {rate:.0f}bit "
         f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum {_GSO_BYTES}"

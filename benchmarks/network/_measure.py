@@ -24,7 +24,7 @@ _SHARES = ("cpu_seconds", "cpu_busy", "cpu_busy_by_others", "late_share", "uneve
 Cell = dict[str, Any]
 
 
-class Place(NamedTuple):
+class Setting(NamedTuple):
     """A profile replayed by some workers on links of a rate, and the contestants there."""
 
     profile: str
@@ -45,9 +45,9 @@ class Place(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Places, how often contestants take turns there, and about how long a block is."""
+    """Settings, how often contestants take turns there, and about how long a block is."""
 
-    places: tuple[Place, ...]
+    settings: tuple[Setting, ...]
     blocks: int
     block_seconds: float
     out: str = "network"  # the results are called so
@@ -68,12 +68,12 @@ class Cells:
         else:
             self._ignored = set()
 
-    def missing(self, place: Place, blocks: int) -> list[str]:
-        """Contestants of a place whose cell is not there, failed, or was disturbed.
+    def missing(self, setting: Setting, blocks: int) -> list[str]:
+        """Contestants of a setting whose cell is not there, failed, or was disturbed.
 
         Those that their bounds are made of come with them.
         """
-        key = place.key()
+        key = setting.key()
         sound = {
             cell["contestant"]
             for cell in self.cells
@@ -81,13 +81,13 @@ class Cells:
             and _identity(cell) not in self._ignored
             and _is_sound(cell, blocks)
         }
-        wanted = {name for name in place.names if name not in sound}
+        wanted = {name for name in setting.names if name not in sound}
         if wanted:
             wanted |= {KINDS[name].bare for name in wanted} | {ALONE}
-        return [name for name in place.names if name in wanted]
+        return [name for name in setting.names if name in wanted]
 
     def put(self, cells: list[Cell]) -> None:
-        """Adds cells, each in place of an older one, and writes the file."""
+        """Adds cells, each instead of an older one, and writes the file."""
         new = {_identity(cell) for cell in cells}
         self._ignored -= new
         self.cells = [cell for cell in self.cells if _identity(cell) not in new] + cells
@@ -148,21 +148,21 @@ def measure_grid(
     """Measures what is missing, once, and puts it into `cells`.
 
     A contestant that fails is left out from then on, and its cell says why; the others begin the
-    place once more with fresh workers. So do all when workers end between blocks, a few times.
+    setting once more with fresh workers. So do all when workers end between blocks, a few times.
     """
-    for place in grid.places:
-        names = cells.missing(place, grid.blocks)
+    for setting in grid.settings:
+        names = cells.missing(setting, grid.blocks)
         if not names:
             continue
         if is_late():
             print("stopped: the rest is for next time")
             return
-        print(f"{place}: {len(names)} contestants", flush=True)
-        curve = None if place.density is None else curve_of(place.density)
+        print(f"{setting}: {len(names)} contestants", flush=True)
+        curve = None if setting.density is None else curve_of(setting.density)
         failed: dict[str, str] = {}
         for _ in range(_TRIES + len(names)):
             try:
-                found = _Measuring(laboratory, grid, place, names, curve, failed).cells()
+                found = _Measuring(laboratory, grid, setting, names, curve, failed).cells()
             except _FailedError as error:
                 name, message = error.args
                 print(f"{name} failed: {message}")
@@ -178,26 +178,26 @@ def measure_grid(
 
 
 class _Measuring:
-    """One place."""
+    """One setting."""
 
     def __init__(
         self,
         laboratory: Laboratory,
         grid: Grid,
-        place: Place,
+        setting: Setting,
         names: list[str],
         curve: Curve | None,
         failed: dict[str, str],
     ) -> None:
-        self._laboratory, self._grid, self._place = laboratory, grid, place
-        profile = Profile.load(place.profile)
-        self._profile = profile.scaled(time=place.time_factor, size=place.size_factor)
+        self._laboratory, self._grid, self._setting = laboratory, grid, setting
+        profile = Profile.load(setting.profile)
+        self._profile = profile.scaled(time=setting.time_factor, size=setting.size_factor)
         self._curve = curve
         self._able = [name for name in names if name not in failed]
         self._found = {
             name: {
                 "contestant": name,
-                **place.key(),
+                **setting.key(),
                 "compute_seconds": 0.0 if name in BARE else short(self._profile.compute_seconds),
                 "step_seconds": [],
                 "step_seconds_median": None,
@@ -211,21 +211,21 @@ class _Measuring:
         }
 
     def cells(self) -> list[Cell]:
-        laboratory, place = self._laboratory, self._place
-        laboratory.join(place.world_size)
+        laboratory, setting = self._laboratory, self._setting
+        laboratory.join(setting.world_size)
         laboratory.set_rate(None)  # making one sends its replica
-        factors = (place.time_factor, place.size_factor, place.density, self._curve)
+        factors = (setting.time_factor, setting.size_factor, setting.density, self._curve)
         for name in self._able:
             surroundings = (self._profile.to_json(), *factors)
             self._tried(name, lambda n=name, s=surroundings: laboratory.make(n, *s))
-            if place.density is not None:
-                laboratory.set_rate(place.rate)
+            if setting.density is not None:
+                laboratory.set_rate(setting.rate)
                 self._tried(name, lambda n=name: laboratory.prepare(n))
                 laboratory.set_rate(None)
             steps = max(_FIRST_STEPS, KINDS[name].steps)
             settled = self._tried(name, lambda n=name, k=steps: laboratory.settle(n, k))
             self._found[name]["memory_bytes"] = round(settled["memory_bytes"])
-        laboratory.set_rate(place.rate)
+        laboratory.set_rate(setting.rate)
         blocks = self._blocks()
         laboratory.leave()
         alone = None

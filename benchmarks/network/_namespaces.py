@@ -93,7 +93,7 @@ def sweep() -> list[str]:
 def remove(names: Sequence[str]) -> None:
     """Kills what runs in these namespaces and removes them; some may be gone already."""
     deadline = time.monotonic() + _DEATH_SECONDS
-    while left := _inhabitants(names):  # again: one may have forked another meanwhile
+    while left := _inhabitants(names):  # again: one may have forked another
         if time.monotonic() > deadline:
             raise NetworkError(f"processes {left} in {', '.join(names)} do not end")
         for pid in left:

@@ -80,8 +80,8 @@ class Network:
         slowest = min(self.rates)
         for host, name in enumerate(names):
             run("ip", "-n", name, lines=_links.host_lines(self.address(host), slowest))
-            run("tc", "-n", name, lines=shape_lines(INTERFACE, self.rates[host], anew=True))
-        ports = (shape_lines(f"host{h}", rate, anew=True) for h, rate in enumerate(self.rates))
+            run("tc", "-n", name, lines=shape_lines(INTERFACE, self.rates[host], is_new=True))
+        ports = (shape_lines(f"host{h}", rate, is_new=True) for h, rate in enumerate(self.rates))
         run("tc", "-n", switch, lines=(line for port in ports for line in port))
 
     def __exit__(
@@ -147,7 +147,7 @@ class Network:
         return process
 
     def set_rate(self, host: int, rate_bits_per_second: float) -> None:
-        """Changes the link of `host`, both ways, while it carries bytes; its queue stays."""
+        """Changes the link of `host`, both ways, in use; its queue stays."""
         self.set_rates({host: rate_bits_per_second})
 
     def set_rates(
@@ -162,7 +162,7 @@ class Network:
         for host, rate in rates.items():
             run("tc", "-n", self.namespace(host), lines=shape_lines(INTERFACE, rate))
         if min(after) != min(self.rates):
-            # Connections that are there keep their pieces until they look up their route anew.
+            # Connections that are there keep their pieces until they look up their route again.
             lines = [_links.piece_line(min(after)), "route flush cache"]
             for host in range(self.hosts):
                 run("ip", "-n", self.namespace(host), lines=lines)
