@@ -58,6 +58,21 @@ def decide(me):
     return me.session.stats()
 
 
+def slow_collectives(monkeypatch, **costs):
+    """Has no time pass on a rank, as its planner sees it, but that of its collectives."""
+    clocks = Counter()
+    monkeypatch.setattr(_planner, "perf_counter", lambda: clocks[threading.current_thread().name])
+
+    def slow(me):
+        def pass_(method, size_bytes):
+            clocks[f"rank {me.rank}"] += costs[method]
+
+        slow_down(me.group, pass_)
+        return me
+
+    return slow
+
+
 class Wide(nn.Module):
     """Half a million parameters that take no time to compute with."""
 
@@ -106,23 +121,10 @@ def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(mo
 
 @pytest.mark.parametrize(("dense_seconds", "method"), [(0.0, "dense"), (0.05, "sparse")])
 def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
-    """Whatever was predicted: here, that sparse gradients are a little faster.
-
-    No time passes on a rank but that of its collectives.
-    """
+    """Whatever was predicted: here, that sparse gradients are a little faster."""
     assume_costs(monkeypatch, sparse=1e-3, dense=2e-3)
-    costs = {"sparse": 0.03, "dense": dense_seconds}
-    clocks = Counter()
-    monkeypatch.setattr(_planner, "perf_counter", lambda: clocks[threading.current_thread().name])
-
-    def use(me):
-        def pass_(method, size_bytes):
-            clocks[f"rank {me.rank}"] += costs[method]
-
-        slow_down(me.group, pass_)
-        return decide(me)
-
-    for stats in on_ranks(use, "optimal", density=0.1):
+    slow = slow_collectives(monkeypatch, sparse=0.03, dense=dense_seconds)
+    for stats in on_ranks(lambda me: decide(slow(me)), "optimal", density=0.1):
         assert {group.method for group in stats.groups} == {method}
         assert (stats.refused is None) == (method == "sparse")
         took = stats.compared_seconds
@@ -131,8 +133,10 @@ def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
 
 def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypatch):
     assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
+    slow = slow_collectives(monkeypatch, sparse=0.03, dense=0.03)
 
     def use(me):
+        slow(me)
         while me.session.plan is None:
             me.train()
         assert not me.session.stats().compared_seconds
