@@ -30,7 +30,8 @@ _DDP_BUCKET_BYTES = 25 << 20  # torch's own default, and Decent-DP's
 _DDP_FIRST_BUCKET_BYTES = 1 << 20  # by default: its gradients are the first to be ready
 _SMALLEST_BUCKET_BYTES = 1 << 18  # below, a message costs more than its bytes
 _PERIOD = 8
-_MOST_ELEMENTS, _MOST_SECONDS, _MOST_ROUNDS = 1 << 27, 4.0, 200
+_MOST_ELEMENTS, _MOST_SECONDS = 1 << 27, 4.0
+_MOST_ROUNDS, _COMPARED_ROUNDS = 200, 60  # until there is a plan, until it is final
 Curve = dict[str, list[float]]
 
 
@@ -255,6 +256,7 @@ class Sparsified(Contestant):
         super().__init__(surroundings)
         curve, self._factors = surroundings.curve, surroundings[1:3]
         assert curve is not None
+        self._rule = plan
         self._cost = PiecewiseCost.fit(curve["elements"], curve["seconds"])
         self._session = gg.sparsify(
             self.model,
@@ -280,11 +282,14 @@ class Sparsified(Contestant):
         super().step()
 
     def settle(self) -> None:
-        """Steps until the session has a plan."""
-        for _ in range(_MOST_ROUNDS):
+        """Steps until the session has a plan, and has compared it with dense ones."""
+        rounds = _MOST_ROUNDS if self._rule in ("optimal", "greedy", "mg-wfbp") else 0
+        for _ in range(rounds):
             self.step()
             if self._session.plan is not None:
                 break
+        for _ in range(_COMPARED_ROUNDS if self._rule == "optimal" else 0):
+            self.step()
 
     def close(self) -> None:
         self._session.close()
