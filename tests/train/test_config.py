@@ -68,7 +68,6 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ({"lr_gamma": 1.0}, "lr_gamma is 1.0, but must be above 0 and below 1"),
         ({"options": {"gossip": {"max_staleness": 16}}}, "max_staleness is 16, but must be from 0"),
         ({"options": {"gossip": {"deadline_seconds": math.inf}}}, "deadline_seconds is inf, but"),
-        ({"shuffle_deadline_seconds": -1.0}, "shuffle_deadline_seconds is -1.0, but must be at l"),
     ],
 )
 def test_refuses_numbers_out_of_range(options, message):
@@ -182,7 +181,6 @@ def test_missing_file_names_the_way_out(tmp_path):
         ({"lr_step_epochs": 3}, "lr_step_epochs=3 is not used: lr_schedule is cosine"),
         ({"momentum": 0.0, "options": {"gossip": {"payload": "weights+state"}}}, "payload=weights"),
         ({"options": {"gossip": {"max_staleness": 3}}}, "max_staleness=3 .* mode is overlap"),
-        ({"shuffle_deadline_seconds": 2.0}, "shuffle_deadline_seconds=2.0 .* shuffle is global"),
         ({"lr_schedule": "step", "lr_step_epochs": 20}, "the rate never drops: lr_step_epochs is"),
     ],
 )

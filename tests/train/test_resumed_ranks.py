@@ -21,7 +21,6 @@ STALE = GossipConfig(mode="stale", topology="matching")
 EXACT = {
     "sync": {"options": {"gossip": GossipConfig(mode="sync", every=2)}},
     "overlap-matching": {"options": {"gossip": GossipConfig(topology="matching")}},
-    "ring": {"shuffle": "ring"},
     "allreduce": {"strategy": "allreduce"},
     "agd": {"strategy": "agd"},
     "every-log-p": {"strategy": "every-log-p"},

@@ -9,6 +9,7 @@ from gossipgrad.train._check import check
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 from support.strategies import build
+from support.waiting import HANG_SECONDS, until
 
 
 def test_a_strategy_that_cannot_encrypt_is_refused_before_the_start(secret):
@@ -64,15 +65,14 @@ def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encryp
     def shuffle(rank, group):
         rows = torch.zeros(10, width) + torch.arange(10.0)[:, None] + 100 * rank
         with gg.RingShuffle(rows, batch_size=5, process_group=group, encrypt=encrypt) as ring:
-            for _ in range(2):
-                assert sum(len(x) for (x,) in ring) == 10
-            ring.drain()
+            until(lambda: sum(len(x) for (x,) in ring) == 10 and ring.stats().rows_received)
             transport = ring._ring.transport
             assert transport.is_encrypted == encrypt
             assert transport.max_payload_bytes == 5 * width * 4
-            told = ring.stats(), ring.rows()[0]
+            told = ring.stats()
             group.barrier()  # who leaves first is gone for the other
-            return told
+            ring.close(HANG_SECONDS)
+            return told, ring.rows()[0]
 
     everyone = run_ranks(2, shuffle)
     for stats, _ in everyone:

@@ -1,7 +1,7 @@
 """Which samples a rank trains on: all of them in turn, its own shard, or one that moves on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -32,12 +32,6 @@ from ._config import TrainConfig
 Groups = Callable[[str], Group]
 
 Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
-
-# What a ring shuffle counts from its start.
-_COUNTED = (
-    *("steps", "rows_sent", "rows_received", "rows_lost", "rows_stale", "late_rounds"),
-    *("bytes_sent", "bytes_received", "exposed_seconds", "moving_seconds", "refused_messages"),
-)
 
 # Sets the draw of the shards apart from those of an epoch's order.
 _STREAM = 2
@@ -93,12 +87,10 @@ class RingBatches:
         *,
         batch_size: int,
         seed: int,
-        deadline_seconds: float,
         group: Group | None = None,
         encrypt: bool | None = None,
     ) -> None:
         index = torch.from_numpy(shard)
-        self._carried: dict[str, Any] = {}
         self._samples = samples
         self._seed = seed
         self._shuffle = RingShuffle(
@@ -107,7 +99,6 @@ class RingBatches:
             index,
             batch_size=batch_size,
             seed=seed,
-            deadline_seconds=deadline_seconds,
             process_group=group,
             encrypt=encrypt,
         )
@@ -117,42 +108,20 @@ class RingBatches:
         return len(self._shuffle)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch; of one that is resumed, those that the state left."""
+        """The batches of an epoch, as many fewer as were used before a resume."""
         self._shuffle.set_epoch(epoch)
-        for x, y, index in self._shuffle:
+        for x, y, index in islice(self._shuffle, max(0, len(self) - start_batch)):
             yield self._samples.inputs(x, index, augment=(self._seed, epoch)), y
 
-    def drain(self, timeout_seconds: float) -> None:
-        """Wait until no rows are on their way; every rank does it, as often.
-
-        Raises:
-            GossipError: A neighbour did not come in time.
-        """
-        self._shuffle.drain(timeout_seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's rows and where it stands, right after `drain`."""
-        stats = self.stats()
-        carried = {name: getattr(stats, name) for name in _COUNTED}
-        return {"shuffle": self._shuffle.state_dict(), "carried": carried}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called; before the first batch."""
-        self._shuffle.load_state_dict(state["shuffle"])
-        self._carried = dict(state["carried"])
-
     def stats(self) -> RingShuffleStats:
-        """What the shuffle has done, before it was resumed, too."""
-        stats = self._shuffle.stats()
-        sums = {name: getattr(stats, name) + more for name, more in self._carried.items()}
-        return replace(stats, **sums)
+        """What the shuffle has done."""
+        return self._shuffle.stats()
 
     def figures(self) -> dict[str, int | float]:
         """What the shuffle has cost so far, by the names of the metrics."""
         stats = self.stats()
         return {
             "shuffle_bytes_sent": stats.bytes_sent,
-            "shuffle_exposed_seconds": stats.exposed_seconds,
             "shuffle_late_rounds": stats.late_rounds,
         }
 
@@ -242,7 +211,6 @@ def make_batches(
         shard,
         batch_size=config.batch_size,
         seed=config.seed,
-        deadline_seconds=config.shuffle_deadline_seconds,
         group=None if groups is None else groups("ring"),
         encrypt=config.encrypt or None,
     )

@@ -15,7 +15,6 @@ from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 from gossipgrad.errors import EvictedError, GossipError
 
-from ._batches import Batches, RingBatches
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._metrics import Event
@@ -27,8 +26,7 @@ from .strategies import RunningStrategy
 # leave out one here and another there, and few are complete.
 _WRITE_SECONDS = 2.0
 _LAST_SECONDS = 60.0  # the same, for the last one
-_DRAIN_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
-_OF_A_RUN = frozenset({"strategy", "batches", "random", "loop"})  # beside replica and session
+_OF_A_RUN = frozenset({"strategy", "random", "loop"})  # beside replica and session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,6 @@ class Checkpoints:
         model: The replica.
         optimizers: Train it.
         strategy: Keeps replicas together.
-        batches: Have a state of their own with a ring shuffle.
         device: Where the model is.
         emit: Takes "checkpoint" events, each with a text for the user: what
             could not be saved, or was left out.
@@ -75,7 +72,6 @@ class Checkpoints:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         strategy: RunningStrategy,
-        batches: Batches,
         device: torch.device,
         emit: Callable[[Event], None],
     ) -> None:
@@ -83,7 +79,7 @@ class Checkpoints:
         self._directory = run_dir.checkpoints
         self._rank, self._world_size = rank, world_size
         self._model, self._optimizers = model, optimizers
-        self._strategy, self._batches, self._device = strategy, batches, device
+        self._strategy, self._device = strategy, device
         self._emit = emit
         self._saver: checkpoint.Saver | None = None
         self._last = self._base = 0
@@ -120,8 +116,6 @@ class Checkpoints:
             session.load_state_dict(state)
         else:
             load_replica(self._model, self._optimizers, state)
-        if isinstance(self._batches, RingBatches):
-            self._batches.load_state_dict(state["batches"])
         load_random_state(state["random"], self._device)
         return LoopState(**state["loop"])
 
@@ -169,8 +163,6 @@ class Checkpoints:
         label = self._strategy.checkpoint_label(steps) + self._base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
-        if not self._drain_rows():
-            return
         self._last = label
         try:
             self._save(self._state(loop_state()), label)
@@ -199,8 +191,6 @@ class Checkpoints:
                 return None
             if alike and all(last == label for *_, last in ends):
                 return None
-            if not self._drain_rows():
-                return "rows of the ring shuffle did not arrive"
             self._last = max(max(label, last + 1) for _, label, last in ends)
             state = self._state(loop_state, drain=not alike)
             if self._save(state, self._last, wait_seconds=_LAST_SECONDS):
@@ -251,12 +241,10 @@ class Checkpoints:
             state = replica_state(self._model, self._optimizers, copy=False)
         else:
             state = session.state_dict(drain=drain, copy=False)
-        own = self._batches.state_dict() if isinstance(self._batches, RingBatches) else None
         return {
             **state,
             "options": deciding(self._config),
             "strategy": self._strategy.state_dict(),
-            "batches": own,
             "random": random_state(self._device),
             "loop": {
                 "epoch": loop_state.epoch,
@@ -285,16 +273,6 @@ class Checkpoints:
             members=self._strategy.living,
             wait_seconds=wait_seconds,
         )
-
-    def _drain_rows(self) -> bool:
-        if not isinstance(self._batches, RingBatches):
-            return True
-        try:
-            self._batches.drain(_DRAIN_SECONDS)
-        except GossipError as error:
-            warnings.warn(f"a checkpoint is left out: {error}", stacklevel=2)
-            return False
-        return True
 
 
 def is_behind(config: TrainConfig, epoch: int) -> str | None:

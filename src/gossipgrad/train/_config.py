@@ -100,13 +100,11 @@ class TrainConfig:
     shuffle: Literal["global", "ring", "local"] = "global"
     """Which samples a rank trains on. global: an even share of all, drawn again each epoch, and
     dealt again when ranks of a gossip run join or leave. local: its own shard. ring: a shard in
-    memory whose rows move on to the next rank with every step."""
+    memory whose rows move on to the next rank with every step; a resumed run begins with the shards
+    of the start."""
     shards: Literal["random", "by-label"] = "random"
     """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
     rank has few of them."""
-    shuffle_deadline_seconds: float = 5.0
-    """How long a batch of shuffle ring waits for rows of a slow neighbour; a run repeats as long
-    as it is never reached. 0: not at all."""
     data_threads: int | None = None
     """Threads of a rank that make batches ahead; None: 0, since samples lie in memory."""
     device: Literal["cpu", "cuda", "auto"] = "cpu"
@@ -165,7 +163,7 @@ class TrainConfig:
             *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
             *("threads", "checkpoint_every", "keep_checkpoints"),
         )
-        times = ("shuffle_deadline_seconds", "start_seconds")
+        times = ("start_seconds",)
         counts = ("seed", "trace", "data_threads", "warmup_epochs")
         check_at_least(self, 0, "weight_decay", *counts, *times)
         check_rule(self, "finite", lambda value: value < math.inf, "weight_decay", *times)
@@ -334,8 +332,6 @@ class TrainConfig:
             unused.append(("", "shards", "shuffle is global"))
         if self.shuffle == "ring":
             unused.append(("", "data_threads", "shuffle is ring, and rows lie in memory"))
-        else:
-            unused.append(("", "shuffle_deadline_seconds", f"shuffle is {self.shuffle}"))
         return unused
 
     def warn_of_unused(self) -> None:

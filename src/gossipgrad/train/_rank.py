@@ -265,7 +265,6 @@ class _Rank:
             model=self.model,
             optimizers=self.optimizers,
             strategy=strategy,
-            batches=self.batches,
             device=self.device,
             emit=emit,
         )
@@ -279,6 +278,11 @@ class _Rank:
         elif config.resume is not None:
             state = checkpoints.resume()
             strategy.notes.append(f"resumed from the checkpoint of step {config.resume_step}")
+            if config.shuffle == "ring":
+                strategy.notes.append(
+                    "the ring shuffle began again with the shards of the start, so some samples "
+                    "were used twice in that epoch"
+                )
         checkpoints.begin(state, None if joiner is None else joiner.carried["checkpoints"])
         if state is not None:
             steps = state.metrics["steps"]
@@ -357,7 +361,6 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
         late_rounds=traffic.late_rounds,
         void_rounds=traffic.void_rounds,
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
-        shuffle_exposed_seconds=0.0 if shuffle is None else shuffle.exposed_seconds,
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
         shares=None if shares is None else asdict(shares),
         lost=lost_ranks,

@@ -75,8 +75,6 @@ class RankResult:
     """Rounds that one of the two ends gave up, or that the rank jumped over."""
     shuffle_bytes_sent: int = 0
     """Samples of the ring shuffle; not in `bytes_sent`."""
-    shuffle_exposed_seconds: float = 0.0
-    """Waiting for samples of the ring shuffle; not in `exposed_seconds`."""
     shuffle_late_rounds: int = 0
     shares: dict[str, Any] | None = None
     """`ElasticStats`, if batches are elastic."""

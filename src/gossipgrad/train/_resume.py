@@ -20,7 +20,7 @@ _MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
-        *("shuffle_deadline_seconds", "log_every", "trace", "tensorboard", "wandb", "quiet"),
+        *("log_every", "trace", "tensorboard", "wandb", "quiet"),
         *("lost_after_seconds", "encrypt"),
     }
 )

@@ -230,9 +230,6 @@ def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
     if config.shuffle == "ring":
         figures |= {
             "shuffle_bytes_sent_per_step": _mean_ratio(ranks, "shuffle_bytes_sent", "steps"),
-            "shuffle_exposed_seconds_per_step": _mean_ratio(
-                ranks, "shuffle_exposed_seconds", "steps"
-            ),
             "shuffle_late_rounds": sum(rank.shuffle_late_rounds for rank in ranks),
         }
     return figures

@@ -119,8 +119,6 @@ class GossipStrategy(Strategy):
         )
         if options.topology is not None:
             topology.by_name(options.topology, setting.world_size, seed=setting.seed)
-        if options.mode == "stale":
-            _check_nothing_waits(options, setting)
         faulty = max(Faults.parse(options.faults or "").ranks, default=0)
         if faulty >= setting.world_size:
             raise ValueError(
@@ -204,18 +202,3 @@ def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync:
     return _WAITING[options.mode](
         deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
     )
-
-
-def _check_nothing_waits(options: GossipConfig, setting: Setting) -> None:
-    if setting.checkpoint_every is not None and setting.shuffle == "ring":
-        raise ValueError(
-            "checkpoints of shuffle ring wait for the rows that are on their way to neighbours, "
-            "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
-            "global."
-        )
-    if setting.shuffle == "ring" and setting.shuffle_deadline_seconds > 0:
-        raise ValueError(
-            f"shuffle ring waits up to {setting.shuffle_deadline_seconds:g} s for rows of a slow "
-            "neighbour, and in mode stale no step waits: use --shuffle-deadline-seconds 0, which "
-            "hands out old rows instead, or --shuffle global."
-        )

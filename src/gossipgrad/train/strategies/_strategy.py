@@ -74,7 +74,6 @@ class Setting:
     encrypt: bool
     checkpoint_every: int | None
     shuffle: str
-    shuffle_deadline_seconds: float
     lost_after_seconds: float
 
     @property
