@@ -172,7 +172,7 @@ def test_the_block_for_four_ranks_runs():
 
 COMMANDS = [
     (page, line.removeprefix("$ "))
-    for page in ("README.md", "recipes/README.md", *(f"docs/{p.name}" for p in PAGES))
+    for page in ("README.md", "examples/README.md", *(f"docs/{p.name}" for p in PAGES))
     for language in ("console", "sh")
     for block in blocks(language, page)
     for line in block.replace("\\\n", " ").splitlines()
@@ -183,7 +183,7 @@ COMMANDS = [
 COMMANDS += [
     (page, command)
     for page in dict.fromkeys(
-        ("README.md", "recipes/README.md", *(f"docs/{p.name}" for p in PAGES))
+        ("README.md", "examples/README.md", *(f"docs/{p.name}" for p in PAGES))
     )
     for command in re.findall(
         r"`((?:srun [^`]*)?gossipgrad [a-z]+ [^`]+)`",

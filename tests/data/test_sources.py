@@ -2,9 +2,8 @@
 
 import gzip
 import hashlib
-import io
 import os
-import tarfile
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import pytest
 import torch
 
 from gossipgrad import data
-from gossipgrad.data import _cifar10, _cifar10_small, _fashion_mnist, _files, _text
+from gossipgrad.data import _fashion_mnist
 from gossipgrad.errors import GossipError
 from support.sites import served
 
 SHARED = Path(os.environ["GOSSIPGRAD_DATA"])
-RECORDS = 4
-ARCHIVE = "cifar-10-binary.tar.gz"
+NAMES = tuple(_fashion_mnist.DIGESTS)
 
 
 def needs(folder):
@@ -37,78 +35,65 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def site(cache, monkeypatch):
-    """A text of five characters in place of the plays, and a server of it."""
-    monkeypatch.setattr(_text, "SHA256", hashlib.sha256(b"To be").hexdigest())
-    with served({"/input.txt": b"To be"}) as site:
-        monkeypatch.setattr(_text, "ADDRESS", site.address)
+    """Four small files in place of those of Fashion-MNIST, and a server of them."""
+    contents = {name: idx(np.full((2, 3), number, np.uint8)) for number, name in enumerate(NAMES)}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(_fashion_mnist, "DIGESTS", digests)
+    files = {f"/{name}": gzip.compress(content) for name, content in contents.items()}
+    with served(files) as site:
+        monkeypatch.setattr(_fashion_mnist, "ADDRESS", site.address)
         yield site
 
 
-def find():
-    return _text.find_shakespeare()  # loading needs the whole text
+def find(data_dir=None):
+    return _fashion_mnist.find_fashion_mnist(data_dir)
 
 
 def names(folder):
     return {path.name for path in folder.iterdir() if not path.name.endswith(".lock")}
 
 
-def test_a_missing_file_is_fetched_once_into_the_cache(site, cache, tmp_path, monkeypatch):
-    assert find() == cache / "tinyshakespeare" / "input.txt"
-    assert find().read_bytes() == b"To be"
-    assert names(cache / "tinyshakespeare") == {"input.txt"}
-    assert len(site.requests) == 1
+def test_missing_files_are_fetched_once_into_the_cache(site, cache, tmp_path, monkeypatch):
+    assert find() == find() == cache / "fashion-mnist"
+    assert names(cache / "fashion-mnist") == {*NAMES}
+    assert len(site.requests) == 4
     # A folder that is named comes first, then the shared one.
-    assert _text.find_shakespeare(tmp_path / "d") == cache / "tinyshakespeare/input.txt"
-    for root, name in (("shared", "GOSSIPGRAD_DATA"), ("named", None)):
-        (tmp_path / root / "tinyshakespeare").mkdir(parents=True)
-        (tmp_path / root / "tinyshakespeare" / "input.txt").write_bytes(b"To be")
-        if name:
-            monkeypatch.setenv(name, str(tmp_path / root))
-            assert find() == tmp_path / root / "tinyshakespeare/input.txt"
-    named = _text.find_shakespeare(tmp_path / "named")
-    assert named == tmp_path / "named" / "tinyshakespeare/input.txt"
+    shutil.copytree(cache, tmp_path / "shared")
+    monkeypatch.setenv("GOSSIPGRAD_DATA", str(tmp_path / "shared"))
+    assert find() == tmp_path / "shared" / "fashion-mnist"
+    shutil.copytree(cache, tmp_path / "named")
+    assert find(tmp_path / "named") == tmp_path / "named" / "fashion-mnist"
 
 
 def test_a_folder_that_is_named_gets_missing_files(site, tmp_path):
-    found = _text.find_shakespeare(tmp_path / "d")
-    assert found == tmp_path / "d" / "tinyshakespeare/input.txt"
+    assert find(tmp_path / "d") == tmp_path / "d" / "fashion-mnist"
+    assert names(tmp_path / "d" / "fashion-mnist") == {*NAMES}
 
 
-@pytest.mark.parametrize("damage", ["wrong", "cut", "missing", "silent"])
-def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, monkeypatch, damage):
+@pytest.mark.parametrize("damage", ["wrong", "cut", "missing"])
+def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, damage):
+    files = dict(site.files)
     if damage == "wrong":
-        site.files["/input.txt"] = b"To bo"
+        site.files[f"/{NAMES[0]}"] = gzip.compress(b"To bo")
     elif damage == "missing":
         site.files.clear()
     else:
-        site.cut, site.stall = 3, damage == "silent"
-        monkeypatch.setattr(_files, "_TIMEOUT_SECONDS", 0.2)
+        site.cut = 3
     with pytest.raises(GossipError, match=r"--data-dir or GOSSIPGRAD_DATA") as refused:
         find()
-    assert f"{site.address}/input.txt" in str(refused.value)
-    assert names(cache / "tinyshakespeare") == set()
-    site.files, site.cut = {"/input.txt": b"To be"}, None
-    site.over.set()
-    monkeypatch.setattr(_files, "_TIMEOUT_SECONDS", 30.0)
-    assert find().read_bytes() == b"To be"
+    assert site.address in str(refused.value)
+    assert names(cache / "fashion-mnist") == set()
+    site.files, site.cut = files, None
+    assert names(find()) == {*NAMES}
 
 
-def test_what_a_killed_download_left_goes(site, cache):
-    folder = cache / "tinyshakespeare"
-    folder.mkdir(parents=True)
-    (folder / ".input.txt.part.0123.partial").write_bytes(b"To")
-    (folder / "mine.txt").write_bytes(b"notes")
-    find()
-    assert names(folder) == {"input.txt", "mine.txt"}
-
-
-def test_one_of_several_that_need_a_file_fetches_it(site):
+def test_one_of_several_that_need_the_files_fetches_them(site):
     threads = [threading.Thread(target=find) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(site.requests) == 1
+    assert len(site.requests) == 4
 
 
 def test_a_user_without_a_home_is_shown_where_files_could_go(monkeypatch):
@@ -173,154 +158,8 @@ def test_a_damaged_file_of_fashion_mnist_is_named_before_training(tmp_path):
     folder.mkdir()
     for name in _fashion_mnist.DIGESTS:
         (folder / name).write_bytes(b"?")
-    with pytest.raises(ValueError, match=r"train-images.*delete it to fetch it anew"):
+    with pytest.raises(ValueError, match=r"train-images.*delete it"):
         data.prepare("fashion-mnist", tmp_path)
-
-
-@needs("tinyshakespeare")
-def test_shakespeare_reads_on_from_training_to_test(monkeypatch):
-    plays = data.load("shakespeare")
-    assert plays.info == data.info("shakespeare")
-    x, y = plays.train.batch(torch.tensor([0, 7841]))
-    assert x.shape == y.shape == (2, 128)
-    assert x.dtype == y.dtype == torch.int64
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    letters = sorted(set((SHARED / "tinyshakespeare" / "input.txt").read_text()))
-    assert "".join(letters[number] for number in x[0, :14]) == "First Citizen:"
-    assert len(letters) == plays.info.num_classes
-
-
-@pytest.fixture
-def batches(cache, monkeypatch):
-    """The content of six small binary files of CIFAR-10."""
-    monkeypatch.setattr(_cifar10, "_RECORDS", RECORDS)
-    small = data.DatasetInfo(
-        name="cifar10",
-        input_shape=(3, 32, 32),
-        num_classes=10,
-        train_samples=5 * RECORDS,
-        test_samples=RECORDS,
-    )
-    monkeypatch.setattr(_cifar10, "INFO", small)
-    rng = np.random.default_rng(0)
-    contents = {name: rng.integers(0, 10, (RECORDS, 3073), dtype=np.uint8) for name in _cifar10.MD5}
-    digests = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
-    monkeypatch.setattr(_cifar10, "MD5", digests)
-    return contents
-
-
-@pytest.fixture
-def archive(batches, monkeypatch):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name, content in batches.items():
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
-            member.size = content.nbytes
-            tar.addfile(member, io.BytesIO(content.tobytes()))
-    monkeypatch.setattr(_cifar10, "SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
-    return packed.getvalue()
-
-
-def put(batches, folder):
-    folder.mkdir(parents=True)
-    for name, content in batches.items():
-        (folder / name).write_bytes(content.tobytes())
-
-
-@pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
-def test_cifar10_reads_label_then_red_green_blue(batches, tmp_path, inner):
-    put(batches, tmp_path / "cifar10" / inner)
-    cifar = data.load("cifar10", tmp_path)
-    third = batches["data_batch_3.bin"]
-    assert cifar.train.labels[2 * RECORDS : 3 * RECORDS].tolist() == third[:, 0].tolist()
-    red_green_blue = torch.from_numpy(third[1, 1:].reshape(3, 32, 32))
-    assert torch.equal(cifar.train.x[2 * RECORDS + 1], red_green_blue)
-    assert cifar.test.labels.tolist() == batches["test_batch.bin"][:, 0].tolist()
-    # Training is augmented, and testing is not.
-    indices = torch.arange(RECORDS)
-    plain, _ = cifar.train.batch(indices)
-    assert not torch.equal(plain, cifar.train.batch(indices, augment=(0, 0))[0])
-    test, _ = cifar.test.batch(indices)
-    assert torch.equal(test, cifar.test.batch(indices, augment=(0, 0))[0])
-    whole, _ = cifar.train.batch(torch.arange(len(cifar.train)))
-    assert abs(float(whole.mean())) < 1e-6
-
-
-def test_cifar10_is_fetched_and_unpacked(archive, cache, monkeypatch):
-    with served({f"/{ARCHIVE}": archive}) as site:
-        monkeypatch.setattr(_cifar10, "ADDRESS", site.address)
-        for _ in range(2):
-            assert len(data.load("cifar10").train) == 5 * RECORDS
-        assert len(site.requests) == 1
-    assert names(cache / "cifar10") == {ARCHIVE, *_cifar10.MD5}
-
-
-def test_an_archive_of_cifar10_in_the_folder_is_unpacked(archive, batches, tmp_path):
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / ARCHIVE).write_bytes(archive[:-1])
-    with pytest.raises(ValueError, match=rf"{ARCHIVE} .*delete it"):
-        data.prepare("cifar10", tmp_path)
-    (tmp_path / "cifar10" / ARCHIVE).write_bytes(archive)
-    data.prepare("cifar10", tmp_path)
-    for name, content in batches.items():
-        assert (tmp_path / "cifar10" / name).read_bytes() == content.tobytes()
-
-
-def test_a_full_disk_unpacks_nothing_of_cifar10(archive, tmp_path, monkeypatch):
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / ARCHIVE).write_bytes(archive)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("shutil.copyfileobj", full)
-    with pytest.raises(GossipError, match=r"No space left on device.*by hand"):
-        data.prepare("cifar10", tmp_path)
-    assert names(tmp_path / "cifar10") == {ARCHIVE}
-
-
-@pytest.mark.parametrize("content", [b"short", bytes(RECORDS * 3073)])
-def test_damaged_files_of_cifar10_are_named_before_training(batches, tmp_path, content):
-    put(batches, tmp_path / "cifar10")
-    (tmp_path / "cifar10" / "data_batch_2.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=r"data_batch_2\.bin .*delete"):
-        data.prepare("cifar10", tmp_path)
-
-
-@needs("cifar10-small")
-def test_cifar10_small_is_decoded_once(cache, monkeypatch):
-    monkeypatch.setenv("GOSSIPGRAD_DATA", str(SHARED))
-    small = data.load("cifar10-small")
-    assert small.info == data.info("cifar10-small")
-    assert np.bincount(small.train.labels).tolist() == [1000] * 10
-    assert np.bincount(small.test.labels).tolist() == [200] * 10
-    whole, _ = small.train.batch(torch.arange(10_000))
-    torch.testing.assert_close(whole.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
-    decoded = list((cache / "cifar10-small").glob("*.npy"))
-    written = [path.stat().st_mtime_ns for path in decoded]
-    again = data.load("cifar10-small")
-    assert torch.equal(small.train.x, again.train.x)
-    assert [path.stat().st_mtime_ns for path in decoded] == written
-    for path in decoded:  # what is damaged is decoded anew
-        path.write_bytes(b"")
-    assert torch.equal(data.load("cifar10-small").train.x, small.train.x)
-
-
-@needs("cifar10-small")
-def test_cifar10_small_does_without_a_cache(cache, monkeypatch):
-    monkeypatch.setenv("GOSSIPGRAD_DATA", str(SHARED))
-    cache.parent.mkdir()
-    cache.write_text("no folder")
-    assert len(data.load("cifar10-small").train) == 10_000
-
-
-def test_cifar10_small_that_is_wrong_or_missing_names_the_ways_out(cache, tmp_path):
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"--data-dir or GOSSIPGRAD_DATA.*'cifar10'"):
-            data.load("cifar10-small", tmp_path)
-        (tmp_path / "cifar10-small").mkdir(exist_ok=True)
-        for name in _cifar10_small.DIGESTS:
-            (tmp_path / "cifar10-small" / name).write_bytes(b"wrong")
 
 
 def idx(array):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad import models
+from benchmarks._tasks import GPT
 from gossipgrad.comm import Hub
 from support.families import FAMILIES, OPTIMIZERS, batches, on_ranks
 from support.ranks import run_ranks
@@ -216,7 +216,7 @@ def test_the_step_does_not_wait_for_the_exchange():
 
 def test_muon_learns_with_steps_in_bfloat16():
     torch.manual_seed(0)
-    model = models.GPT(65, context=32, layers=2, width=64, heads=4).cuda()
+    model = GPT(65, context=32, layers=2, width=64, heads=4).cuda()
     optimizer = gg.Muon(model, lr=0.01)
     x = torch.randint(65, (8, 32), device="cuda")
     losses = []

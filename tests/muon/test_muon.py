@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.models import GPT
+from benchmarks._tasks import GPT
 
 
 class Block(nn.Module):

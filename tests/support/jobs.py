@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from gossipgrad import models
 from gossipgrad.data import Dataset
-from gossipgrad.train import Job, TrainConfig
+from gossipgrad.train import Job, TrainConfig, build_model, cross_entropy
 
 __all__ = ["job_of", "job_on"]
 
@@ -13,7 +12,7 @@ __all__ = ["job_of", "job_on"]
 def job_of(config: TrainConfig, dataset: Dataset) -> Job:
     """The built-in model that a configuration names, on a data set."""
     torch.manual_seed(config.seed)
-    return job_on(dataset, models.build(config.model, dataset.info))
+    return job_on(dataset, build_model(config.model, dataset.info))
 
 
 def job_on(dataset: Dataset, model: nn.Module | None = None) -> Job:
@@ -22,5 +21,5 @@ def job_on(dataset: Dataset, model: nn.Module | None = None) -> Job:
         model=model or nn.Linear(1, 1),
         train=dataset.train,
         test=dataset.test,
-        loss=models.cross_entropy,
+        loss=cross_entropy,
     )

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub
-from gossipgrad.models import MLP, LeNet
+from gossipgrad.train import MLP, LeNet
 from support.ranks import run_ranks
 
 __all__ = ["INPUTS", "MODELS", "Residual", "batches", "distributed", "sgd"]

@@ -90,13 +90,7 @@ def test_what_is_asked_for_is_made(shuffle):
 @pytest.mark.parametrize(
     ("options", "nproc", "message"),
     [
-        ({"data": "shakespeare", "model": "gpt", "shuffle": "ring"}, 2, "lie in memory, each for"),
         ({"shuffle": "ring"}, 800, "shuffle ring needs two samples on each of 800 processes"),
-        (
-            {"data": "shakespeare", "model": "gpt", "shuffle": "local", "shards": "by-label"},
-            2,
-            "shakespeare has no labels to deal by; use --shards random",
-        ),
     ],
 )
 def test_shards_that_cannot_be_are_refused_before_the_start(options, nproc, message):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gossipgrad import data, models
-from gossipgrad.train import TrainConfig
+from gossipgrad import data
+from gossipgrad.train import MLP, TrainConfig
 from gossipgrad.train._check import check
 from gossipgrad.train._device import check_device, find_device
 from gossipgrad.train._evaluate import TestPart
@@ -83,12 +83,12 @@ def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "gossipgrad.train._rank.find_device", lambda config, rank: torch.device("meta")
     )
-    monkeypatch.setattr(models.MLP, "forward", forward)
+    monkeypatch.setattr(MLP, "forward", forward)
     with pytest.raises(InterruptedError):
         train_alone(*begin_alone(tmp_path))
     test = TestPart(job_on(data.load("digits")), rank=0, world_size=1, device=torch.device("meta"))
     with pytest.raises(InterruptedError):
-        test.accuracy(models.MLP(64, 10).to("meta"))
+        test.accuracy(MLP(64, 10).to("meta"))
     assert seen == [("meta", "meta")] * 2
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gossipgrad import data, models
+from gossipgrad import data
 from gossipgrad.errors import GossipError
+from gossipgrad.train import build_model
 from gossipgrad.train._layout import RunDir
 from support.alone import begin_alone, train_alone
 
@@ -33,7 +34,7 @@ def train(digits, tmp_path):
 def test_learns_digits_and_leaves_the_model_it_measured(train, digits):
     result, run_dir = train(epochs=5)
     assert result.accuracy > 0.93
-    model = models.build("mlp", digits.info)
+    model = build_model("mlp", digits.info)
     model.load_state_dict(load_file(run_dir.rank_model(0)))
     correct = (model(digits.test.x).argmax(1) == digits.test.y).float().mean()
     assert result.accuracy == pytest.approx(float(correct))

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from gossipgrad import checkpoint, data, models
-from gossipgrad.train import GossipConfig, PostLocalConfig, config_of_run
+from gossipgrad import checkpoint, data
+from gossipgrad.train import GossipConfig, PostLocalConfig, build_model, config_of_run
 from gossipgrad.train._checkpoints import begin_from_consensus
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._optimizers import make_optimizers
@@ -122,7 +122,7 @@ def test_others_begin_with_the_mean_of_the_saved_replicas(played):
     config = dataclasses.replace(config_of_run(path), resume=path, resume_step=3, nproc=2).resolved(
         nproc=2, out=path
     )
-    model = models.build("mlp", data.load("digits").info)
+    model = build_model("mlp", data.load("digits").info)
     with pytest.warns(UserWarning, match="by 3 ranks, and 2 went on from their consensus"):
         begun, _ = begin_from_consensus(
             config,

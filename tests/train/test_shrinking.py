@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 import gossipgrad as gg
-from gossipgrad import data, models
-from gossipgrad.train import STRATEGIES, TrainConfig, run
+from gossipgrad import data
+from gossipgrad.train import STRATEGIES, TrainConfig, build_model, run
 from support.launched import config
 
 SLOW = [name for name, one in STRATEGIES.items() if one.can_shrink and name != "gossip"]
@@ -30,7 +30,7 @@ def test_a_run_ends_with_a_narrower_model(tmp_path, strategy):
     assert "Width by layer" in (tmp_path / "report.html").read_text()
     weights = load_file(tmp_path / "model.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == summary["parameters"]
-    gg.rebuild(models.build("mlp", data.info("digits")), weights)
+    gg.rebuild(build_model("mlp", data.info("digits")), weights)
 
 
 @pytest.mark.parametrize(

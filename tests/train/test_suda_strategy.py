@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.models import MLP
-from gossipgrad.train import STRATEGIES, TrainConfig
+from gossipgrad.train import MLP, STRATEGIES, TrainConfig
 from gossipgrad.train._optimizers import make_optimizers
 from support.ranks import run_ranks
 from support.replicas import network

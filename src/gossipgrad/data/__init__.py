@@ -9,8 +9,6 @@ from ._elastic import ElasticBatches as ElasticBatches
 from ._elastic import ElasticStats as ElasticStats
 from ._elastic import Member as Member
 from ._fashion_mnist import read_idx as read_idx
-from ._pixels import CropAndFlip as CropAndFlip
-from ._pixels import Standardise as Standardise
 from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load
@@ -23,4 +21,3 @@ from ._shards import made_ahead as made_ahead
 from ._shards import num_batches as num_batches
 from ._shards import shard_bounds as shard_bounds
 from ._shards import split_batches as split_batches
-from ._text import TextSamples as TextSamples

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -95,7 +95,7 @@ class TensorSamples:
         *,
         augment: tuple[int, int] | None = None,
     ) -> Shaped[Tensor, "batch ..."]:
-        """Inputs of a model from rows of `x`, wherever they have been meanwhile.
+        """Inputs of a model from rows of `x`, wherever they are now.
 
         Args:
             rows: As stored in `x`.
@@ -114,15 +114,13 @@ class DatasetInfo:
     name: str
     """Name on the command line."""
     input_shape: tuple[int, ...]
-    """Of one sample: channels, height and width of an image; the length of a text."""
+    """Of one sample: channels, height and width."""
     num_classes: int
-    """Labels run from 0 to `num_classes - 1`; of a text, the size of its vocabulary."""
+    """Labels run from 0 to `num_classes - 1`."""
     train_samples: int
     """Size of the training part."""
     test_samples: int
     """Size of the test part."""
-    kind: Literal["images", "text"] = "images"
-    """images: one label a sample. text: one label a position, the character that comes next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,19 +6,24 @@ References:
 
 import gzip
 import hashlib
+import http.client
 import math
+import os
 import struct
+import sys
+import urllib.request
 import zlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from filelock import FileLock
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from gossipgrad.errors import GossipError
 
 from ._dataset import Dataset, DatasetInfo, TensorSamples
-from ._files import DELETE_IT, data_folders, download_folder, fetch, find_folder
-from ._pixels import Standardise
 
 INFO = DatasetInfo(
     name="fashion-mnist",
@@ -45,32 +50,74 @@ DIGESTS = {
         "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
     ),
 }
+_TIMEOUT_SECONDS = 30.0  # without a byte from the publisher
 
 
 def find_fashion_mnist(data_dir: Path | None = None) -> Path:
-    """Find the four files; fetch them where no folder has them all.
+    """Find the folder with the four files; fetch them where there is none.
 
-    `data_folders` says where. Missing files go to `data_dir`, or to the user's cache when None.
-
-    Returns:
-        The folder with the four files.
+    It is looked for in `data_dir`, in the folder that `GOSSIPGRAD_DATA` names, and in the user's
+    cache (`$XDG_CACHE_HOME/gossipgrad`, `~/.cache/gossipgrad`). Missing files go to `data_dir`, or
+    to the cache when None. Of several processes one fetches, and the others wait for it.
 
     Raises:
-        GossipError: A file could not be fetched, or is not the right one.
+        GossipError: A file could not be fetched, or is not the right one; nothing is left behind.
     """
-    if (found := find_folder(DIGESTS, data_folders(INFO.name, data_dir))) is not None:
-        return found
-    folder = download_folder(INFO.name, data_dir)
-    for name, digest in DIGESTS.items():
-        if not (folder / name).is_file():
-            check = partial(read_idx, sha256=digest)
-            what = f"the four files of {INFO.name}"
-            fetch(f"{ADDRESS}/{name}", folder / name, check, what=what)
+    shared, cache = os.environ.get("GOSSIPGRAD_DATA"), _cache_folder()
+    roots = [data_dir, Path(shared) if shared else None, cache]
+    folders = [root / INFO.name for root in roots if root is not None]
+    for folder in folders:
+        if all((folder / name).is_file() for name in DIGESTS):
+            return folder
+    root = data_dir or cache
+    if root is None:
+        raise GossipError(
+            f"{INFO.name}/ has to be fetched, but this user has no home folder to keep it in; name "
+            "a folder with --data-dir or XDG_CACHE_HOME."
+        )
+    folder = root / INFO.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            for name, digest in DIGESTS.items():
+                if not (folder / name).is_file():
+                    _fetch(f"{ADDRESS}/{name}", folder / name, digest)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+        raise GossipError(
+            f"could not fetch {ADDRESS} to {folder} ({reason}); put the four files of {INFO.name} "
+            f"there, or name the folder that has them in its {INFO.name}/ with --data-dir or "
+            "GOSSIPGRAD_DATA."
+        ) from error
     return folder
+
+
+def _cache_folder() -> Path | None:
+    """The user's cache of data sets, which need not exist; None for a user without a home."""
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "gossipgrad"
+    try:
+        return Path.home() / ".cache" / "gossipgrad"
+    except RuntimeError:
+        return None
+
+
+def _fetch(url: str, path: Path, digest: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    print(f"fetching {url}", file=sys.stderr)
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
+            part.write_bytes(answer.read())
+        read_idx(part, sha256=digest)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     """Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey, ten classes.
+
+    Pixels are shifted and scaled by the mean and standard deviation of the training part.
 
     Raises:
         GossipError: A file is missing and could not be fetched.
@@ -78,15 +125,21 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     """
     folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
+    values = arrays["train-images-idx3-ubyte.gz"].astype(np.float64)
+    mean, std = float(values.mean()), float(values.std())
+
+    def standardise(
+        rows: UInt8[Tensor, "batch channel height width"],
+    ) -> Float[Tensor, "batch channel height width"]:
+        return rows.float().sub_(mean).div_(std)
+
     parts = []
     for part in ("train", "t10k"):
         # Copied, since the unpacked content is read-only.
         pixels = torch.from_numpy(arrays[f"{part}-images-idx3-ubyte.gz"].copy()).unsqueeze(1)
         labels = torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64))
-        parts.append((pixels, labels))
-    finish = Standardise.of(parts[0][0])
-    train, test = (TensorSamples(pixels, labels, finish=finish) for pixels, labels in parts)
-    return Dataset(info=INFO, train=train, test=test)
+        parts.append(TensorSamples(pixels, labels, finish=standardise))
+    return Dataset(info=INFO, train=parts[0], test=parts[1])
 
 
 def read_idx(path: Path, *, sha256: str | None = None) -> UInt8[np.ndarray, "..."]:
@@ -110,10 +163,11 @@ def read_idx(path: Path, *, sha256: str | None = None) -> UInt8[np.ndarray, "...
     try:
         content = gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}){DELETE_IT}") from error
+        raise ValueError(f"{path} is damaged ({error}); delete it to fetch it again.") from error
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise ValueError(
-            f"{path} unpacks to content with SHA-256 {found}, expected {sha256}{DELETE_IT}"
+            f"{path} unpacks to content with SHA-256 {found}, expected {sha256}; delete it to "
+            "fetch it again."
         )
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE:
         raise ValueError(f"{path} is no IDX file of unsigned bytes: it starts {content[:4]!r}.")

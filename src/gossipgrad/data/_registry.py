@@ -4,18 +4,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _text
+from . import _digits, _fashion_mnist
 from ._dataset import Dataset, DatasetInfo
 
 _SOURCES: dict[str, tuple[DatasetInfo, Callable[[Path | None], Dataset]]] = {
-    info.name: (info, load)
-    for info, load in (
-        (_digits.INFO, lambda _: _digits.digits_dataset()),
-        (_fashion_mnist.INFO, _fashion_mnist.load_fashion_mnist),
-        (_cifar10.INFO, _cifar10.load_cifar10),
-        (_cifar10_small.INFO, _cifar10_small.load_cifar10_small),
-        (_text.INFO, _text.load_shakespeare),
-    )
+    "digits": (_digits.INFO, lambda _: _digits.digits_dataset()),
+    "fashion-mnist": (_fashion_mnist.INFO, _fashion_mnist.load_fashion_mnist),
 }
 NAMES = tuple(_SOURCES)
 
@@ -74,7 +68,7 @@ def load(name: str, data_dir: Path | None = None) -> Dataset:
 def _source(name: str) -> tuple[DatasetInfo, Callable[[Path | None], Dataset]]:
     if name not in _SOURCES:
         raise ValueError(
-            f"data {name!r} is not known; choose one of {', '.join(NAMES)}. For images in folders "
-            "of classes see recipes/imagenet.py."
+            f"data {name!r} is not known; choose one of {', '.join(NAMES)}, or train on your own "
+            "with --job (see examples/)."
         )
     return _SOURCES[name]

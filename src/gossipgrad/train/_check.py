@@ -5,16 +5,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad import data, models
+from gossipgrad import data
 from gossipgrad.comm import check_secret
 from gossipgrad.data import TensorSamples, num_batches
 
 from ._config import DEFAULT_LR, TrainConfig
 from ._device import check_device, find_device
 from ._loggers import check_loggers
+from ._models import build
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
 from .strategies import STRATEGIES
@@ -40,11 +40,9 @@ def check(config: TrainConfig, world_size: int) -> None:
         job, info = None, data.info(config.data)
         name, num_samples = config.data, info.train_samples
         with torch.device("meta"):
-            model = models.build(config.model, info)
+            model = build(config.model, info)
             optimizers = make_optimizers(resolved, model)
-        in_memory = has_labels = info.kind != "text"
-        if min(config.batch_size, num_samples // world_size) == 1:
-            _check_batches_of_one(config, info, model)
+        in_memory = has_labels = True
     else:
         job, name = load_job(config), f"--job {config.job}"
         job.try_out(config.batch_size, find_device(config, rank=0))
@@ -109,20 +107,6 @@ def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None
             "linear layers alone. Use --optimizer adamw.",
             stacklevel=3,
         )
-
-
-def _check_batches_of_one(config: TrainConfig, info: data.DatasetInfo, model: nn.Module) -> None:
-    if info.kind == "text":
-        return
-    try:
-        with torch.device("meta"):
-            model.train()(torch.empty(1, *info.input_shape))
-    except ValueError as error:  # batch normalisation of one pixel of one sample
-        raise ValueError(
-            f"model {config.model} cannot train on batches of a single sample of shape "
-            f"{info.input_shape}: its batch normalisation has nothing to average over; use "
-            "--batch-size 2 or more, with at least two samples for each process."
-        ) from error
 
 
 def _warn_of_own_optimizer(config: TrainConfig) -> None:

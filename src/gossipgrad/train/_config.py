@@ -49,12 +49,10 @@ class TrainConfig:
     job: str | None = None
     """A model, data and loss of your own, as MODULE:FUNCTION: the function returns a
     `gossipgrad.train.Job`. None: what data and model say."""
-    data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
-    """Data set. digits is part of the package; fashion-mnist, cifar10 and shakespeare are fetched
-    once if missing; cifar10-small has to be there."""
-    model: Literal["mlp", "mlp-wide", "lenet", "cifarnet", "resnet20", "gpt"] = "mlp"
-    """Model. lenet takes 28x28 images, cifarnet 32x32; gpt takes text; mlp, mlp-wide (1024 neurons
-    a layer, for apoptosis) and resnet20 take images."""
+    data: Literal["digits", "fashion-mnist"] = "digits"
+    """Data set. digits is part of the package; fashion-mnist is fetched once if missing."""
+    model: Literal["mlp", "lenet"] = "mlp"
+    """Model. mlp: two hidden layers of 128; lenet takes the 28x28 images of fashion-mnist."""
     strategy: str = "gossip"
     """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
     optimizer: Literal["sgd", "adamw", "gossip-adamw", "muon", "soap", "kl-shampoo", "shampoo"] = (

@@ -7,11 +7,11 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import gossipgrad as gg
-from gossipgrad.models import heads
 
 from ._config import TrainConfig
 from ._job import Job
 from ._learning_rate import LearningRate
+from ._models import heads
 from ._second_order import SECOND_ORDER
 
 
@@ -96,7 +96,7 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
     head shares their weights.
 
     Example:
-        >>> from gossipgrad.models import MLP
+        >>> from gossipgrad.train import MLP
         >>> [tuple(parameter.shape) for parameter in muon_parameters(MLP(64, 128))]
         [(128, 64), (128, 128)]
     """

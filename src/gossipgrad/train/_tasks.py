@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from gossipgrad import data, models
+from gossipgrad import data
 
 from ._config import TrainConfig
 from ._job import Job, JobError
+from ._models import build, cross_entropy
 from .strategies import Setting
 
 
@@ -45,10 +46,10 @@ def load_job(config: TrainConfig) -> Job:
     dataset = data.load(config.data, config.data_dir)
     _seed(config.seed)
     return Job(
-        model=models.build(config.model, dataset.info),
+        model=build(config.model, dataset.info),
         train=dataset.train,
         test=dataset.test,
-        loss=models.cross_entropy,
+        loss=cross_entropy,
     )
 
 

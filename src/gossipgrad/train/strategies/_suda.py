@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 import gossipgrad as gg
 from gossipgrad import topology
-from gossipgrad.models import heads
 from gossipgrad.muon import BACKBONES, resolve_settings
+from gossipgrad.train._models import heads
 from gossipgrad.train._options import check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip

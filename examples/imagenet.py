@@ -4,7 +4,7 @@
 workers each, by torchrun on every node:
 
     torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE0:29500 \
-        recipes/imagenet.py --data-dir DATA --model resnet50 --device cuda
+        examples/imagenet.py --data-dir DATA --model resnet50 --device cuda
 
 What the paper's abstract states of ResNet-50: 128 P100 on InfiniBand, one partner a step that
 rotates, exchanges behind the step's compute, top-1 accuracy "matching ... published in literature".
