@@ -27,7 +27,7 @@ from support.waiting import HANG_SECONDS
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROOMS = (
-    *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
+    *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data"),
     *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
 QUICK = ("simulate",)  # its commands take no time

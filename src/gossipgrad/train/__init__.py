@@ -9,7 +9,7 @@ from ._join import JoinOutcome as JoinOutcome
 from ._join import join_run as join_run
 from ._models import MLP as MLP
 from ._models import LeNet as LeNet
-from ._models import build as build_model
+from ._models import build_model as build_model
 from ._models import cross_entropy as cross_entropy
 from ._progress import show_metric as show_metric
 from ._result import Outcome as Outcome

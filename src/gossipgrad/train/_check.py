@@ -14,7 +14,7 @@ from gossipgrad.data import TensorSamples, num_batches
 from ._config import DEFAULT_LR, TrainConfig
 from ._device import check_device, find_device
 from ._loggers import check_loggers
-from ._models import build
+from ._models import build_model
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
 from .strategies import STRATEGIES
@@ -40,7 +40,7 @@ def check(config: TrainConfig, world_size: int) -> None:
         job, info = None, data.info(config.data)
         name, num_samples = config.data, info.train_samples
         with torch.device("meta"):
-            model = build(config.model, info)
+            model = build_model(config.model, info)
             optimizers = make_optimizers(resolved, model)
         in_memory = has_labels = True
     else:

@@ -66,7 +66,7 @@ _MODELS: dict[str, Callable[[DatasetInfo], nn.Module]] = {
 }
 
 
-def build(name: str, info: DatasetInfo) -> nn.Module:
+def build_model(name: str, info: DatasetInfo) -> nn.Module:
     """Make a model of this name for a data set; ranks that seed torch alike get equal replicas.
 
     Raises:

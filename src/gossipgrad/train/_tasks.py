@@ -15,7 +15,7 @@ from gossipgrad import data
 
 from ._config import TrainConfig
 from ._job import Job, JobError
-from ._models import build, cross_entropy
+from ._models import build_model, cross_entropy
 from .strategies import Setting
 
 
@@ -46,7 +46,7 @@ def load_job(config: TrainConfig) -> Job:
     dataset = data.load(config.data, config.data_dir)
     _seed(config.seed)
     return Job(
-        model=build(config.model, dataset.info),
+        model=build_model(config.model, dataset.info),
         train=dataset.train,
         test=dataset.test,
         loss=cross_entropy,
