@@ -23,6 +23,8 @@ from support.launched import count
 from support.waiting import HANG_SECONDS, until
 
 _MODULE = """
+import dataclasses
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -59,6 +61,14 @@ def regression():
 def no_metric():
     job = regression()
     return Job(model=job.model, train=job.train, test=job.test, loss=job.loss)
+
+def diverged_metric():
+    return dataclasses.replace(
+        regression(),
+        metric=lambda output, target: output / 0,
+        metric_name="error",
+        metric_format=".3f",
+    )
 
 def bad_loss():
     job = regression()
@@ -111,6 +121,25 @@ def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     assert second["accuracy"] < first["accuracy"]
     assert load_file(project / "run" / "model.safetensors")["layers.0.weight"].shape == (16, 8)
     assert (project / "run" / "report.html").exists()
+
+
+@pytest.mark.process
+def test_a_metric_that_is_not_finite_ends_no_rank(project: Path):
+    options = ("--nproc", "2", "--epochs", "2", "--out", "run")
+    done = train(project, "--job", "mine.jobs:diverged_metric", *options)
+    assert done.returncode == 0, done.stderr
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"summary.json has {constant}, which is not JSON")
+
+    text = (project / "run" / "summary.json").read_text()
+    found = json.loads(text, parse_constant=refuse)
+    assert (found["lost_ranks"], found["accuracy"]) == ([], None)
+    assert (found["metric_name"], found["metric_format"]) == ("error", ".3f")
+    lines = (project / "run" / "metrics-rank0.jsonl").read_text().splitlines()
+    epochs = [one for one in map(json.loads, lines) if one["event"] == "epoch"]
+    assert [one["metric_name"] for one in epochs] == ["error", "error"]
+    assert done.stdout.count("error nan") == 3, "after each epoch, and at the end"
 
 
 @pytest.mark.process

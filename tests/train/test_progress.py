@@ -6,13 +6,14 @@ from gossipgrad.train import TrainConfig
 from gossipgrad.train._progress import Progress
 
 EVENT = {"epoch": 11, "step": 7, "loss": 0.5, "samples_per_second": 40_000.0}
+METRIC = {"accuracy": 0.975, "metric_name": "accuracy", "metric_format": ".2%"}
 
 
 @pytest.mark.parametrize(
     ("columns", "figures"),
     [
-        (140, "loss 0.5000  accuracy 97.5%  distance ~0.125  40,000 samples/s  exposed 12%"),
-        (80, "loss 0.5000  acc 97.5%  dist ~0.125  40,000/s  exposed 12%"),
+        (140, "loss 0.5000  accuracy 97.50%  distance ~0.125  40,000 samples/s  exposed 12%"),
+        (80, "loss 0.5000  acc 97.50%  dist ~0.125  40,000/s  exposed 12%"),
     ],
 )
 def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures):
@@ -24,7 +25,7 @@ def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures
     progress = Progress(TrainConfig())
     try:
         progress.take({"event": "ready", "total_steps": 100})
-        progress.take(EVENT | {"event": "epoch", "accuracy": 0.975, "consensus_distance": None})
+        progress.take(EVENT | METRIC | {"event": "epoch", "consensus_distance": None})
         step = {"event": "progress", "consensus_distance": 0.125, "exposed_share": 0.12}
         progress.take(EVENT | step)
         progress._bar.refresh()

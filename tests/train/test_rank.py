@@ -77,6 +77,8 @@ def test_metrics_have_a_line_for_every_tenth_step_and_epoch(train):
         "step",
         "seconds",
         "accuracy",
+        "metric_name",
+        "metric_format",
         "loss",
         "consensus_distance",
         "samples_per_second",

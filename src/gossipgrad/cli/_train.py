@@ -231,7 +231,7 @@ def print_joined(outcome: JoinOutcome) -> None:
     samples = f"{outcome.steps:,} steps on {outcome.samples:,} samples"
     print(f"rank {outcome.rank} trained {samples}, {end}")
     if outcome.summary is not None:
-        print(show_metric(outcome.summary["accuracy"], outcome.summary.get("job")))
+        print(show_metric(outcome.summary))
         print(f"report {outcome.run_dir / 'report.html'}")
 
 
@@ -248,8 +248,7 @@ def print_outcome(outcome: Outcome) -> None:
         return
     summary = outcome.summary
     what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"
-    metric = show_metric(summary["accuracy"], summary.get("job"))
-    print(f"{metric} ({what}) after {summary['steps']} steps")
+    print(f"{show_metric(summary)} ({what}) after {summary['steps']} steps")
     if summary["interrupted"]:
         cause = summary["stopped_by"] or "the word that another rank was given"
         print(f"stopped by {cause}; what was reached is kept")

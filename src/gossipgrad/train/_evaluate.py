@@ -49,6 +49,9 @@ class TestPart:
         world_size: How many there are.
         threads: How many make batches ahead.
         device: Where the model is.
+
+    Attributes:
+        metric: Its name and format, for files.
     """
 
     __test__ = False  # no test case, whatever its name
@@ -63,6 +66,7 @@ class TestPart:
         device: torch.device | None = None,
     ) -> None:
         self._samples, self._measure = job.test_samples(), job.measure
+        self.metric = {"metric_name": job.metric_name, "metric_format": job.metric_format}
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._device = device or torch.device("cpu")
 

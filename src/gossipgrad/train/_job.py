@@ -40,6 +40,10 @@ class Job:
         metric: Of the same, without gradients: a tensor with one number a prediction. Their mean
             over `test` is what a run reports, as `accuracy` in its files. None: whether the largest
             of the last dimension is the target, for classification.
+        metric_name: What the terminal and the report call it. None: "accuracy" for classification,
+            else "metric".
+        metric_format: How they show it, as `format(value, ".3g")` does. None: ".2%" for
+            classification, else ".4g".
         optimizer: Makes the optimizer of a model, or several. None: what `--optimizer` and `--lr`
             say. The schedule of the run multiplies the rates that it has.
         collate: Makes a batch of a list of pairs: inputs, which may be tensors in a tuple, list or
@@ -57,6 +61,7 @@ class Job:
         ...     test=points,
         ...     loss=nn.functional.mse_loss,
         ...     metric=lambda output, target: (output - target).abs(),
+        ...     metric_name="mean error",
         ... )
     """
 
@@ -66,10 +71,24 @@ class Job:
     test: Any
     loss: Callable[[Any, Any], Tensor]
     metric: Callable[[Any, Any], Tensor] | None = None
+    metric_name: str | None = None
+    metric_format: str | None = None
     optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | None = None
     collate: Callable[[list[Any]], tuple[Any, Tensor]] = default_collate
 
     def __post_init__(self) -> None:
+        is_accuracy = self.metric is None
+        if self.metric_name is None:
+            object.__setattr__(self, "metric_name", "accuracy" if is_accuracy else "metric")
+        if self.metric_format is None:
+            object.__setattr__(self, "metric_format", ".2%" if is_accuracy else ".4g")
+        if not isinstance(self.metric_name, str) or not self.metric_name.strip():
+            raise JobError(_wrong("metric_name", self.metric_name, "must be a name"))
+        try:
+            format(0.5, self.metric_format)
+        except (TypeError, ValueError) as error:
+            rule = 'must be a format specification of a float, such as ".2%" or ".3g"'
+            raise JobError(_wrong("metric_format", self.metric_format, rule)) from error
         if not isinstance(self.model, nn.Module):
             raise JobError(_wrong("model", self.model, "must be a torch.nn.Module"))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):

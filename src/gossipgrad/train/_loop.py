@@ -315,6 +315,7 @@ class Loop:
             step=metrics.steps,
             seconds=metrics.seconds,
             accuracy=evaluation.accuracy,
+            **self.test.metric,
             loss=metrics.epoch_loss,
             consensus_distance=evaluation.consensus_distance,
             **(

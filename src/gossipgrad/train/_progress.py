@@ -1,9 +1,11 @@
 """What a run shows while it goes on: a live line, a line an epoch, or nothing."""
 
+import math
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._config import TrainConfig
 from ._metrics import Event
@@ -24,9 +26,9 @@ class Progress:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._epochs, self._job, self._is_quiet = config.epochs, config.job, config.quiet
+        self._epochs, self._is_quiet = config.epochs, config.quiet
         self._bar: RichProgress | None = None
-        self._accuracy: float | None = None
+        self._accuracy: str | None = None
         self._wants_bar = sys.stdout.isatty() and not os.environ.get("CI") and not config.quiet
 
     def take(self, event: Event) -> None:
@@ -81,7 +83,9 @@ class Progress:
     def _figures(self, event: Event) -> list[str]:
         figures, is_narrow = _loss(event), self._is_narrow
         if self._accuracy is not None:
-            figures.append(show_metric(self._accuracy, self._job, digits=1, is_short=is_narrow))
+            figures.append(
+                self._accuracy.replace("accuracy", "acc") if is_narrow else self._accuracy
+            )
         if event["consensus_distance"] is not None:
             word = "dist" if is_narrow else "distance"
             figures.append(f"{word} ~{event['consensus_distance']:.3g}")
@@ -90,11 +94,11 @@ class Progress:
         return figures
 
     def _show_epoch(self, event: Event) -> None:
-        self._accuracy = event["accuracy"]
+        self._accuracy = show_metric(event)
         parts = [
             f"epoch {event['epoch'] + 1}/{self._epochs}",
             *_loss(event),
-            show_metric(event["accuracy"], self._job),
+            self._accuracy,
         ]
         if event["consensus_distance"] is not None:
             parts.append(f"consensus distance {event['consensus_distance']:.3g}")
@@ -107,11 +111,17 @@ class Progress:
         self._bar.update(self._task, completed=event["step"])
 
 
-def show_metric(value: float, job: str | None, *, digits: int = 2, is_short: bool = False) -> str:
-    """What an evaluation found, in words: of a user's job it may be any number."""
-    if job is not None:
-        return f"metric {value:.4g}"
-    return f"acc {value:.1%}" if is_short else f"accuracy {value:.{digits}%}"
+def show_metric(found: Mapping[str, Any]) -> str:
+    """What an evaluation found, in words: an epoch event, or a summary.
+
+    Example:
+        >>> show_metric({"metric_name": "error", "metric_format": ".3g", "accuracy": 25.04})
+        'error 25'
+        >>> show_metric({"metric_name": "error", "metric_format": ".3g", "accuracy": None})
+        'error nan'
+    """
+    value = math.nan if found["accuracy"] is None else found["accuracy"]
+    return f"{found['metric_name']} {value:{found['metric_format']}}"
 
 
 def _loss(event: Event) -> list[str]:

@@ -358,6 +358,8 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
         mixing_seconds=traffic.mixing_seconds,
         extra_memory_bytes=traffic.extra_memory_bytes,
         outcomes=traffic.outcomes,
+        metric_name=one.job.metric_name or "",
+        metric_format=one.job.metric_format or "",
         late_rounds=traffic.late_rounds,
         void_rounds=traffic.void_rounds,
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,

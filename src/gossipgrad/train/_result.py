@@ -69,6 +69,9 @@ class RankResult:
     mixing_seconds: float | None
     extra_memory_bytes: int | None
     outcomes: dict[str, int]
+    metric_name: str = "accuracy"
+    metric_format: str = ".2%"
+    """Of the job's metric."""
     late_rounds: int = 0
     """Rounds whose part had not come when it was due."""
     void_rounds: int = 0

@@ -1,6 +1,7 @@
 """Puts a run together from what its ranks handed in."""
 
 import json
+import math
 import os
 import platform
 import signal
@@ -67,6 +68,8 @@ def compose(
         "data": config.job or config.data,
         "optimizer": config.optimizer,
         "accuracy": exported.accuracy,
+        "metric_name": exported.metric_name,
+        "metric_format": exported.metric_format,
         "accuracy_per_rank": [
             results[rank].own_accuracy if rank in results else None for rank in range(places)
         ],
@@ -260,8 +263,16 @@ def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Pa
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON so that the file is whole or not there."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")
+    """Write JSON so that the file is whole or not there; numbers that are not finite are null."""
+    write_whole(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def machine() -> dict[str, Any]:
