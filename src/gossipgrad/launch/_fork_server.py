@@ -5,12 +5,23 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
+from . import _orphans
+
 
 def ensure_fork_server(preload: list[str]) -> None:
-    """Start the fork server of this process with some modules loaded, unless it runs already."""
+    """Start the fork server of this process with some modules loaded, unless it runs already.
+
+    It ends with this process, also by SIGKILL and while it still loads modules; workers that it
+    has started continue.
+    """
+    # It would end with this thread, too.
+    if threading.current_thread() is threading.main_thread():
+        preload = [_orphans.__name__, *preload]
+        os.environ[_orphans.LAUNCHER] = str(os.getpid())
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # Ctrl-C in a terminal, or the SIGTERM of a batch system, reaches all processes, and would end
     # the fork server. The resource tracker unblocks the signals when it starts, so it goes first.
@@ -19,6 +30,7 @@ def ensure_fork_server(preload: list[str]) -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
+        os.environ.pop(_orphans.LAUNCHER, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
