@@ -50,6 +50,26 @@ def test_nothing_is_recommended_that_loses_more_or_is_slower_than_something_allo
     assert found.second is not found.best
 
 
+def test_what_was_not_measured_is_not_called_measured():
+    told = str(gg.advise(PROFILE, network=network(2), world_size=5000))
+    assert "not measured: 5,000 ranks" in told
+    assert "not measured" not in str(gg.advise(PROFILE, network=network(2), world_size=100))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    for optimizer, known in (
+        (torch.optim.Adafactor(model.parameters()), False),
+        (torch.optim.AdamW(model.parameters()), True),
+    ):
+        found = gg.advise(
+            model,
+            optimizer,
+            [torch.randn(4, 8)],
+            lambda model, x: model(x).mean(),
+            network=network(2),
+            world_size=8,
+        )
+        assert ("not measured" in str(found)) is not known
+
+
 def test_a_model_is_recorded_and_stays_as_it_was():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from gossipgrad.comm import Group, resolve_group
 from gossipgrad.planning import Profile
@@ -48,7 +48,7 @@ class Candidate:
     rate: str = "that of all-reduce, or half of it at 128 ranks: try both"
 
     def loss(self, world_size: int) -> float | None:
-        """Points below all-reduce at so many ranks: those of the next larger number measured."""
+        """Points below all-reduce at the next larger number of ranks measured, at most 128."""
         if world_size == 1:
             return 0.0
         return self.losses[min(sum(world_size > ranks for ranks in _RANKS), len(_RANKS) - 1)]
@@ -223,10 +223,24 @@ def advise(
                 prediction=prediction,
             )
         )
-    return _choose(choices, most_loss)
+    basis = "by the losses given"
+    if compared is None:
+        basis = _basis(optimizer, world_size)
+    return _choose(choices, most_loss, basis)
 
 
-def _choose(choices: list[Choice], most_loss: float) -> Advice:
+def _basis(optimizer: Optimizer | str, world_size: int) -> str:
+    """What losses were measured with, and what of the user's choice was not."""
+    ranks = next((one for one in _RANKS if one >= world_size), _RANKS[-1])
+    kind = {"sgd": "SGD", "adam": "Adam"}[_kind(optimizer)]
+    basis = f"as measured with {kind} on {ranks} ranks, of a perceptron on Fashion-MNIST"
+    unknown = [f"{world_size:,} ranks"] if world_size > _RANKS[-1] else []
+    if not isinstance(optimizer, str | SGD | Adam):
+        unknown.append(type(optimizer).__name__)
+    return basis + (f"; not measured: {' and '.join(unknown)}" if unknown else "")
+
+
+def _choose(choices: list[Choice], most_loss: float, basis: str) -> Advice:
     simplest_first = list(choices)
     ordered = sorted(choices, key=lambda choice: choice.prediction.step_seconds)
     allowed = [c for c in ordered if c.loss is not None and c.loss <= most_loss]
@@ -244,8 +258,7 @@ def _choose(choices: list[Choice], most_loss: float) -> Advice:
     reasons = [
         f"a step takes {step.step_seconds:.3g} s, of which {step.efficiency:.0%} is compute; it "
         f"sends {step.bytes_sent_per_step / 1e6:.3g} MB",
-        f"after equal epochs it ends about {best.loss:.1f} points below all-reduce, where that was "
-        "measured",
+        f"after equal epochs it ends about {best.loss:.1f} points below all-reduce, {basis}",
     ]
     reasons += [
         f"{choice.settings} takes {choice.prediction.step_seconds / step.step_seconds:.3g} times "
