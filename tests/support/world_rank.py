@@ -13,7 +13,21 @@ from gossipgrad.train import TrainConfig, run
 from gossipgrad.train.strategies import _stopping
 from support.waiting import NEVER_SECONDS, until
 
-__all__ = ["stopped_by_signal", "waits_alone"]
+__all__ = ["refused", "stopped_by_signal", "waits_alone"]
+
+
+def refused(rank: int, store: Any, port: int, out: str) -> str:
+    """Takes part in a run that rank 0, which hosts the store, refuses; how this rank ends."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            outcome = run(TrainConfig(model="lenet", out=Path(out)))
+        except Exception as error:
+            if rank == 0:
+                os._exit(2)  # and with it the store
+            return f"{type(error).__name__}: {error}"
+    return f"exit code {outcome.exit_code}"
 
 
 def waits_alone(environ: dict[str, str], folder: str) -> None:

@@ -1,4 +1,5 @@
 import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -12,9 +13,10 @@ from gossipgrad.train import RunFailedError, TrainConfig, run
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._worker import run_in_world
 from gossipgrad.train._world import World, find_world, open_store, slurm_rendezvous
+from support.agents import run_torchrun
 from support.processes import run_processes
 from support.waiting import HANG_SECONDS, until
-from support.world_rank import stopped_by_signal, waits_alone
+from support.world_rank import refused, stopped_by_signal, waits_alone
 
 
 def test_no_world_in_a_plain_shell():
@@ -31,6 +33,63 @@ def test_slurm_needs_more_than_one_task():
     assert find_world({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == World(
         rank=1, world_size=2, launcher="Slurm"
     )
+
+
+def test_an_explicit_number_of_workers_wins_in_a_batch_script_of_slurm():
+    """Which has the variables of a step that `srun` has not started."""
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
+    assert find_world(batch, nproc=4) is None
+    assert find_world(batch) == World(rank=0, world_size=4, launcher="Slurm")
+    assert find_world(batch | {"SLURM_STEP_ID": "0"}, nproc=4) is not None
+
+
+@pytest.mark.process
+def test_a_batch_script_of_slurm_starts_the_workers_that_it_asks_for(tmp_path, monkeypatch):
+    for name, value in {"PROCID": "0", "NTASKS": "4", "JOB_ID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    options = {"start_seconds": 60.0, "quiet": True}
+    outcome = run(TrainConfig(nproc=2, epochs=1, out=tmp_path / "run", **options))
+    assert outcome.exit_code == 0
+    assert outcome.summary is not None
+    assert outcome.summary["world_size"] == 2
+
+
+def test_a_world_that_was_found_is_named_with_the_way_out(monkeypatch, capsys):
+    for name, value in {"PROCID": "0", "NTASKS": "4", "JOB_ID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(ValueError, match="model"):
+        run(TrainConfig(model="lenet"))
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("rank 0 of 4", "SLURM_NTASKS", "--nproc"))
+
+
+@pytest.mark.process
+def test_ranks_that_rank_0_refuses_end_quietly_though_the_store_goes_with_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = str(tmp_path / "run")
+    ends = run_processes(3, refused, port, out, may_die=(0,), grouped=False)
+    assert ends == [None, "exit code 2", "exit code 2"]
+
+
+@pytest.mark.process
+def test_workers_that_torchrun_starts_again_do_not_read_the_first_attempt(tmp_path):
+    (tmp_path / "flaky.py").write_text(
+        "import os, torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from gossipgrad.train import Job\n"
+        "def job():\n"
+        "    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):\n"
+        "        raise RuntimeError('a bad node')\n"
+        "    points = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))\n"
+        "    loss = torch.nn.functional.cross_entropy\n"
+        "    return Job(model=torch.nn.Linear(4, 2), train=points, test=points, loss=loss)\n"
+    )
+    start = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "gossipgrad"]
+    words = ["train", "--job", "flaky:job", "--epochs", "1", "--out", tmp_path / "run"]
+    done = run_torchrun([*start, *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_per_rank"] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
             another command.
     """
     options = tyro.cli(DemoOptions, args=arguments, prog="gossipgrad demo")
-    if (world := find_world(os.environ)) is not None:
+    if (world := find_world(os.environ, nproc=options.nproc)) is not None:
         raise ValueError(
-            f"the demo starts its own workers; run it outside of {world.launcher}, or take "
-            "`gossipgrad train` inside."
+            f"the demo starts its own workers, and this is {world.found_by}. `gossipgrad train` "
+            "takes part in such a world."
         )
     marker = options.out / _MARKER
     for strategy in _STRATEGIES:

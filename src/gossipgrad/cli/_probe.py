@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     """Start the workers, or be one of them; returns the exit code."""
     options = parse(ProbeOptions, arguments, "probe")
     check(options)
-    world = find_world(os.environ)
+    world = find_world(os.environ, nproc=options.nproc)
     if world is None:
         return _start_workers(arguments, options)
     if options.nproc not in (None, world.world_size):

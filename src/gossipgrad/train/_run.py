@@ -56,7 +56,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         RuntimeError: A `ValueError` came up after the options were checked; it is the cause.
     """
     config.warn_of_unused()
-    if (world := find_world(os.environ)) is not None:
+    if (world := find_world(os.environ, nproc=config.nproc)) is not None:
         return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or _DEFAULT_NPROC
     check(config, nproc)

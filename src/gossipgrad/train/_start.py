@@ -17,6 +17,7 @@ T = TypeVar("T")
 # For ranks that have arrived, and may fetch a data set.
 _LOADING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
+_SEEN_SECONDS = 10.0
 
 
 class StartFailedError(GossipError):
@@ -78,12 +79,28 @@ class Start:
     def check(self) -> None:
         """Raise `StartFailedError` if another rank has ended the start."""
         if self.ask(lambda store: store.check(["failed"])):
-            raise StartFailedError(json.loads(self.ask(lambda store: store.get("failed"))))
+            cause = json.loads(self.ask(lambda store: store.get("failed")))
+            with contextlib.suppress(GossipError):
+                self.ask(lambda store: store.add("seen", 1))
+            raise StartFailedError(cause)
 
     def fail(self, cause: str) -> None:
         """End the start for all; no cause if this rank alone says why."""
         with contextlib.suppress(GossipError):
             self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
+
+    def await_failure_seen(self) -> None:
+        """Keep the store, which may be in this process, until all that arrived know of the failure.
+
+        For a few seconds at most.
+        """
+        deadline = time.monotonic() + _SEEN_SECONDS
+        with contextlib.suppress(GossipError):
+            while time.monotonic() < deadline:
+                others = self.ask(lambda store: store.add("here", 0)) - 1
+                if self.ask(lambda store: store.add("seen", 0)) >= others:
+                    return
+                time.sleep(_POLL_SECONDS)
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
         """What `question` returns for the store."""

@@ -101,6 +101,8 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
             f"nproc is {config.nproc}, but {world.launcher} has started {world.world_size} "
             "processes; leave --nproc out."
         )
+    if config is not None and world.rank == 0 and not config.quiet:
+        print(f"gossipgrad: {world.found_by}", file=sys.stderr, flush=True)
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     worker = _Worker(world)
@@ -136,6 +138,9 @@ class _Worker:
 
     def connect(self, store: dist.Store) -> None:
         """Arrive in the store of the world."""
+        # An agent of torchrun that starts its workers again keeps the store of the first attempt.
+        if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+            store = dist.PrefixStore(f"restart{attempt}", store)
         self._store = store
         self._mailbox = dist.PrefixStore(MAILBOX, store)
         self.start = Start(AskedStore(self._mailbox), self._world.rank, self._world.world_size)
@@ -169,6 +174,7 @@ class _Worker:
             )
         except BaseException:
             self.start.fail("")
+            self.start.await_failure_seen()
             raise
         opened = {"config": config.to_json(), "token": leave_token(self._run_dir)}
         self.start.ask(lambda store: store.set("run", json.dumps(opened)))

@@ -23,12 +23,26 @@ class World:
     world_size: int
     launcher: str
 
+    @property
+    def found_by(self) -> str:
+        """Return in words how the world was found, and how to start workers here instead."""
+        names, way_out = "RANK and WORLD_SIZE", "unset them to start workers on this machine"
+        if self.launcher == "Slurm":
+            names, way_out = "SLURM_PROCID and SLURM_NTASKS", "in a batch script start tasks with "
+            way_out += "srun, or give --nproc to start workers on this machine"
+        return f"rank {self.rank} of {self.world_size} by {names} ({self.launcher}); {way_out}"
 
-def find_world(environ: Mapping[str, str]) -> World | None:
+
+def find_world(environ: Mapping[str, str], *, nproc: int | None = None) -> World | None:
     """The world that the environment describes, None outside of one.
 
     torchrun sets `RANK` and `WORLD_SIZE`; Slurm sets `SLURM_PROCID` and `SLURM_NTASKS`, and means a
-    world where there is more than one task.
+    world where there is more than one task. It sets them in a batch script, too, where `srun` has
+    started nothing: there an explicit `nproc` starts workers on this machine.
+
+    Args:
+        environ: The environment.
+        nproc: The number of workers to start, where the user gave one.
 
     Example:
         >>> find_world({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
@@ -39,6 +53,8 @@ def find_world(environ: Mapping[str, str]) -> World | None:
         return World(
             rank=int(environ["RANK"]), world_size=int(environ["WORLD_SIZE"]), launcher="torchrun"
         )
+    if nproc is not None and "SLURM_STEP_ID" not in environ:
+        return None
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
         return World(
             rank=int(environ["SLURM_PROCID"]),
