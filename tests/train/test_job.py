@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipgrad.data import ShardedSampler
-from gossipgrad.train import Job, JobError
+from gossipgrad.train import Job, JobError, TrainConfig
+from gossipgrad.train._check import check
 from gossipgrad.train._resume import reopen
 from support.alone import begin_alone, train_alone
 from support.launched import count
@@ -114,11 +115,15 @@ def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     first = summary(project / "run")
     assert (first["lost_ranks"], first["job"]) == ([1], "mine.jobs:regression")
     assert first["accuracy"] < 1.0, "the mean error of a model that has learned"
-    again = train(project, "--resume", "run", "--epochs", "8", "--gossip.faults", "", "--quiet")
+    more = ("--nproc", "3", "--epochs", "8", "--gossip.faults", "", "--quiet")
+    again = train(project, "--resume", "run", *more)
     assert again.returncode == 0, again.stderr
     second = summary(project / "run")
     assert second["lost_ranks"] == []
     assert second["accuracy"] < first["accuracy"]
+    # Of the steps that these ranks made: the weights once, where all-reduce sends 4/3 of them.
+    share = second["bytes_sent_per_step"] / second["all_reduce_bytes_per_step"]
+    assert share == pytest.approx(0.75, rel=0.1)
     assert load_file(project / "run" / "model.safetensors")["layers.0.weight"].shape == (16, 8)
     assert (project / "run" / "report.html").exists()
 
@@ -204,6 +209,8 @@ def _good() -> dict:
         ("metric", 0.5),
         ("optimizer", torch.optim.SGD([torch.zeros(1)], lr=0.1)),
         ("collate", "stack"),
+        ("metric_name", " "),
+        ("metric_format", "percent"),
     ],
 )
 def test_an_attribute_that_cannot_work_is_named(name: str, value: object):
@@ -230,6 +237,84 @@ def _loaded() -> Job:
     return Job(
         **{name: good[name] for name in ("model", "test", "loss")}, train_loader=train_loader
     )
+
+
+def test_options_that_a_loader_decides_are_told(tmp_path, monkeypatch):
+    (tmp_path / "loading.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "from gossipgrad.train import Job\n"
+        "def job():\n"
+        "    points = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))\n"
+        "    return Job(\n"
+        "        model=torch.nn.Linear(4, 2),\n"
+        "        test=points,\n"
+        "        loss=torch.nn.functional.cross_entropy,\n"
+        "        train_loader=lambda rank, size: DataLoader(points, batch_size=4),\n"
+        "    )\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match="is not used") as warned:
+        check(TrainConfig(job="loading:job", batch_size=64, data_threads=4), 2)
+    told = [str(one.message) for one in warned]
+    assert any("batch_size=64 is not used" in one for one in told)
+    assert any("data_threads=4 is not used" in one for one in told)
+
+
+_SLOW = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from gossipgrad.train import Job
+
+class Rows(Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.ones(8), 1
+
+def job():
+    test = TensorDataset(torch.ones(64, 8), torch.ones(64, dtype=torch.long))
+    return Job(
+        model=torch.nn.Linear(8, 2),
+        train_loader=lambda rank, size: DataLoader(Rows(), batch_size=8, num_workers=2),
+        test=test,
+        loss=torch.nn.functional.cross_entropy,
+    )
+"""
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [one for child in map(int, children) for one in (child, *descendants(child))]
+
+
+@pytest.mark.process
+def test_sigterm_to_all_processes_at_once_keeps_the_run(project: Path):
+    """As batch systems send it: to the workers of data loaders, too."""
+    (project / "slow.py").write_text(_SLOW)
+    command = [sys.executable, "-m", "gossipgrad", "train", "--job", "slow:job", "--nproc", "2"]
+    options = ["--epochs", "1", "--checkpoint-every", "100000", "--log-every", "1", "--out", "run"]
+    with subprocess.Popen(
+        [*command, *options], cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as running:
+        until(lambda: min(count(project / "run", rank) for rank in (0, 1)) > 2, timeout_seconds=240)
+        processes = descendants(running.pid)
+        assert len(processes) >= 2 + 2 * 3, "two ranks with two workers each, and what forked them"
+        for pid in (running.pid, *processes):
+            os.kill(pid, signal.SIGTERM)
+        _, told = running.communicate(timeout=240)
+    assert running.returncode == 128 + signal.SIGTERM, told
+    found = summary(project / "run")
+    assert (found["interrupted"], found["lost_ranks"]) == (True, [])
+    assert [*(project / "run" / "checkpoints").glob("step-*")]
+    assert load_file(project / "run" / "model.safetensors")["weight"].shape == (2, 8)
 
 
 def test_a_job_with_its_own_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):

@@ -19,6 +19,8 @@ from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
 from .strategies import STRATEGIES
 
+# What the user's own loader decides.
+_OF_A_LOADER = dict.fromkeys(("batch_size", "data_threads"), "Job.train_loader makes the batches")
 # Below it Muon is there in name alone.
 _LEAST_MUON_SHARE = 0.1
 
@@ -57,6 +59,8 @@ def check(config: TrainConfig, world_size: int) -> None:
                 f"shuffle is {config.shuffle}, but the loader of {name} deals the samples: leave "
                 "--shuffle out."
             )
+        if job.train_loader is not None:
+            config.warn_of_unused(_OF_A_LOADER)
         if job.optimizer is not None:
             _warn_of_own_optimizer(config)
     _warn_of_idle_muon(config, optimizers)

@@ -5,6 +5,7 @@ import json
 import math
 import secrets
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -107,7 +108,7 @@ class TrainConfig:
     """Threads of a rank that make batches ahead; None: 0, since samples lie in memory."""
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where ranks train. cuda: on the GPUs of their machine, shared out in turn. auto: there, if
-    there is one. Runs on a GPU have not been tried by us."""
+    there is one. Tested on one GPU."""
     threads: int = 1
     """Threads of compute of a rank on the CPU."""
     start_seconds: float = 120.0
@@ -332,14 +333,19 @@ class TrainConfig:
             unused.append(("", "data_threads", "shuffle is ring, and rows lie in memory"))
         return unused
 
-    def warn_of_unused(self) -> None:
-        """Warn of options that differ from their defaults and that this run does not use."""
-        for section, name, why in self._unused():
+    def warn_of_unused(self, more: Mapping[str, str] | None = None) -> None:
+        """Warn of options that differ from their defaults and that this run does not use.
+
+        Args:
+            more: Options that the job does not use, and why, in place of those of the run.
+        """
+        unused = self._unused() if more is None else [("", *one) for one in more.items()]
+        for section, name, why in unused:
             owner = self.options[section] if section else self
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
                 warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
-        if self.lr_schedule == "step" and self._step_epochs >= self.epochs:
+        if more is None and self.lr_schedule == "step" and self._step_epochs >= self.epochs:
             warnings.warn(
                 f"lr_schedule is step, but the rate never drops: lr_step_epochs is "
                 f"{self._step_epochs} and epochs is {self.epochs}. Make lr_step_epochs less.",

@@ -85,7 +85,7 @@ class Job:
         if not isinstance(self.metric_name, str) or not self.metric_name.strip():
             raise JobError(_wrong("metric_name", self.metric_name, "must be a name"))
         try:
-            format(0.5, self.metric_format)
+            format(0.5, self.metric_format or "")
         except (TypeError, ValueError) as error:
             rule = 'must be a format specification of a float, such as ".2%" or ".3g"'
             raise JobError(_wrong("metric_format", self.metric_format, rule)) from error
