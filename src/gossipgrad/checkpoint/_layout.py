@@ -386,7 +386,9 @@ def all_steps(directory: Path) -> list[Found]:
 def own_folders(directory: Path, rank: int) -> list[tuple[int, Path]]:
     """Of a rank, of all steps in order, whatever is in them."""
     folders = [(step, folder_of(directory, step, rank)) for step, _ in step_folders(directory)]
-    return [(step, folder) for step, folder in folders if folder.is_dir()]
+    return [
+        (step, folder) for step, folder in folders if folder.is_dir() and not folder.is_symlink()
+    ]
 
 
 def own_steps(directory: Path, rank: int, *, since: int = 0) -> dict[int, Manifest | str | None]:

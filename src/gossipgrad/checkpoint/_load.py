@@ -34,8 +34,8 @@ def load(
         world_size: Refuse that of a run of so many ranks at its start; None: take any.
 
     Returns:
-        The tree that `save` was given, of the same types, save that parameters come back as plain
-        tensors. Tensors are on the CPU, in memory of their own, and laid out as they were.
+        The tree that `save` was given. Parameters come back as plain tensors, and `OrderedDict` as
+        a dict. Tensors are on the CPU, contiguous, in memory of their own.
 
     Raises:
         ValueError: There is no such checkpoint, or a file of it is missing, truncated, damaged,

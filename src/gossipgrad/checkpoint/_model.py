@@ -45,12 +45,11 @@ def write_safetensors(
         OSError: The file cannot be written.
     """
     check_types(tensors)
-    with path.open("r+b" if path.exists() else "xb", buffering=0) as file:
+    with path.open("r+b" if path.exists() else "xb") as file:
         for chunk in tensor_chunks(tensors, metadata or {}):
-            left = memoryview(chunk)
-            while left:
-                left = left[file.write(left) :]
+            file.write(chunk)
         file.truncate()
+        file.flush()
         os.fsync(file.fileno())
 
 

@@ -59,8 +59,8 @@ def save(
         directory: Where checkpoints lie; made if it is not there.
         state: Dicts (keys of type str or int; also `OrderedDict` and `Counter`), lists, tuples,
             tensors, numpy arrays, int, float, bool, None, str and bytes, nested. Every bit of it
-            comes back, as these types. Tensors of the same memory are written once, and share it
-            again when loaded.
+            comes back, `OrderedDict` as a dict and tensors contiguous. Tensors of the same memory
+            are written once, and share it again when loaded.
         rank: This rank.
         world_size: How many ranks there were at the start.
         step: Steps done, the same on all ranks for what belongs together.
@@ -164,7 +164,9 @@ def commit(
     left = _make_way(directory, part, shared=shared)
     left += _clean(directory, part.rank, before=part.step)
     folder = folder_of(directory, part.step, part.rank)
-    if folder.exists():
+    if folder.is_symlink():
+        folder.unlink()  # readers ignore it, and nothing is written where it leads
+    elif folder.exists():
         remove_part(folder)  # of a step that never was complete
     named = [folder, folder.parent, directory]
     named += [path.parent for path in (directory, *directory.parents) if not path.exists()]
