@@ -73,7 +73,9 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
 @pytest.mark.parametrize(("left", "end"), [(False, "to the end of the run"), (True, "and left")])
 def test_tells_what_it_did(left, end, capsys):
     made = {"rank": 3, "steps": 1200, "samples": 19_200}
-    summary = None if left else {"accuracy": 0.95, "metric_name": "accuracy", "metric_format": ".2%"}
+    summary = (
+        None if left else {"accuracy": 0.95, "metric_name": "accuracy", "metric_format": ".2%"}
+    )
     print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), **made, left=left, summary=summary))
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith(f"rank 3 trained 1,200 steps on 19,200 samples, {end}")

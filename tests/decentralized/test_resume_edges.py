@@ -1,12 +1,13 @@
 """States that do not fit, or were not taken together; replicas of another number of ranks."""
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import Hub, load_replica, misfit
+from gossipgrad.comm import Hub, load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 from support.ranks import run_ranks
 from support.replicas import adam, backward, network, sgd
@@ -131,6 +132,28 @@ def test_ranks_that_end_after_unequal_steps_drain_first():
     for shown in on_sessions(2, go_on, dtype=torch.float64):
         for name, value in shown.items():
             torch.testing.assert_close(value, mean[name], rtol=0, atol=1e-12)
+
+
+def test_states_that_are_read_one_by_one_are_not_kept():
+    """A resumed rank reads those of all others: memory holds the first and one more."""
+    model = network(dtype=torch.float64)
+    optimizer = adam(list(model.parameters()))
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def read():
+        nonlocal most
+        for _ in range(6):
+            state = replica_state(model, [optimizer])
+            alive.append(weakref.ref(next(iter(state["model"].values()))))
+            most = max(most, sum(one() is not None for one in alive))
+            yield state
+            del state
+
+    mean = average_states(read())["model"]
+    assert most == 2
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(mean[name], value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ def result(rank: int, **changes: object) -> RankResult:
     values: dict = {
         "rank": rank,
         "steps": 10,
+        "steps_counted": 10,
         "epochs": 1,
         "samples": 1000,
         "seconds": 3.0 + rank,

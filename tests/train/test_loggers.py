@@ -5,14 +5,16 @@ import json
 import sys
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gossipgrad.train import TrainConfig, _loggers
+from gossipgrad.train import TrainConfig, _loggers, config_of_run
 from gossipgrad.train._check import check
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._loggers import Loggers, check_loggers, open_loggers
+from gossipgrad.train._resume import reopen
 from support.alone import begin_alone, train_alone
 
 
@@ -81,6 +83,31 @@ def test_tensorboard_has_the_figures_of_the_metrics_file(tmp_path):
     (accuracy,) = read.Scalars("epoch/accuracy")
     assert (accuracy.step, accuracy.value) == (15, pytest.approx(epoch["accuracy"]))
     assert "step/step" not in read.Tags()["scalars"]
+
+
+def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path, fake_wandb):
+    """Those between the checkpoint and the end of the last start; at W&B it is the same run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = {"tensorboard": True, "wandb": "mine", "log_every": 1}
+    config, run_dir = begin_alone(
+        tmp_path / "run",
+        epochs=1,
+        batch_size=100,
+        checkpoint_every=5,
+        keep_checkpoints=9,
+        **loggers,
+    )
+    train_alone(config, run_dir)
+    first = fake_wandb.given["id"]
+    given = replace(config_of_run(run_dir.path), resume_step=5)
+    config, run_dir = reopen(given)
+    train_alone(config.resolved(nproc=1, out=run_dir.path), run_dir)
+    read = EventAccumulator(str(run_dir.tensorboard(0)))
+    read.Reload()
+    assert [one.step for one in read.Scalars("step/loss")] == [*range(1, 16)]
+    assert fake_wandb.given["id"] == first
+    assert fake_wandb.given["resume"] == "allow"
 
 
 def test_every_rank_has_a_folder_of_its_own_and_overwrite_empties_it(tmp_path):

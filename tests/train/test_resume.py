@@ -78,6 +78,37 @@ def test_a_run_that_has_ended_goes_on_for_more_epochs(alone, tmp_path):
     assert_same_runs(tmp_path / "short", tmp_path / "long", 1)
 
 
+def test_more_epochs_of_a_schedule_that_ended_at_0_are_told(alone):
+    """The rate rises again where it had fallen."""
+    alone("run", epochs=1)
+    with pytest.warns(UserWarning, match="epochs is 2 instead of 1: lr_schedule cosine"):
+        alone("run", resumes=True, epochs=2)
+
+
+def test_a_run_goes_on_with_other_threads_and_another_device(alone):
+    alone("run", epochs=1, lr_schedule="constant")
+    resumed, _ = alone(
+        "run", resumes=True, epochs=2, threads=2, device="auto", lr_schedule="constant"
+    )
+    assert resumed.epochs == 2
+
+
+def test_a_checkpoint_is_not_written_through_a_link(alone, tmp_path):
+    alone("run", epochs=1, keep_checkpoints=9)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "state.json").write_text("of somebody else")
+    alone("run", resumes=True, resume_step=7)  # and step 14 is removed
+    link = tmp_path / "run" / "checkpoints" / "step-000000014" / "rank-0000"
+    shutil.rmtree(link.parent, ignore_errors=True)
+    link.parent.mkdir()
+    link.symlink_to(elsewhere)
+    alone("run", resumes=True, resume_step=7)
+    assert [path.name for path in elsewhere.iterdir()] == ["state.json"]
+    assert not link.is_symlink()
+    assert checkpoint.load(link.parents[1], rank=0, step=14) is not None
+
+
 def test_a_step_can_be_chosen_and_what_came_after_it_is_removed(alone, tmp_path):
     alone("whole", epochs=1, keep_checkpoints=9)
     alone("again", epochs=1, keep_checkpoints=9)
@@ -86,7 +117,7 @@ def test_a_step_can_be_chosen_and_what_came_after_it_is_removed(alone, tmp_path)
 
 
 def test_resuming_is_refused_with_the_reason(alone, tmp_path):
-    alone("run", epochs=1)
+    alone("run", epochs=1, lr_schedule="constant")
     saved = config_of_run(tmp_path / "run")
     with pytest.raises(ValueError, match=r"batch_size is 8, but the run in .* has batch_size=64"):
         reopen(dataclasses.replace(saved, batch_size=8))
@@ -107,7 +138,7 @@ def test_resuming_is_refused_with_the_reason(alone, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.2), ("batch_size", 32), ("momentum", 0.5)])
 def test_an_edited_configuration_is_not_resumed_as_another_run(alone, tmp_path, name, value):
-    _, run_dir = alone("run", epochs=1)
+    _, run_dir = alone("run", epochs=1, lr_schedule="constant")
     options = json.loads(run_dir.config.read_text())
     run_dir.config.write_text(json.dumps(options | {name: value}))
     before = run_dir.summary.exists(), run_dir.metrics(0).read_text()
@@ -168,7 +199,7 @@ def files_of(run_dir):
 
 
 def test_what_an_end_has_left_goes_when_the_run_goes_on(alone, tmp_path):
-    _, run_dir = alone("run", epochs=1)
+    _, run_dir = alone("run", epochs=1, lr_schedule="constant")
     ended(run_dir)
     options = run_dir.config.read_text()
     reopen(dataclasses.replace(config_of_run(tmp_path / "run"), epochs=2))

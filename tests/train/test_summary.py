@@ -116,7 +116,7 @@ def test_all_reduce_says_that_its_bytes_are_computed():
 
 
 def test_no_step_is_no_figure():
-    summary = composed([result(0, steps=0, samples=0, train_seconds=0.0)])
+    summary = composed([result(0, steps=0, steps_counted=0, samples=0, train_seconds=0.0)])
     assert summary["bytes_sent_per_step"] is None
     assert summary["samples_per_second"] == 0.0
 

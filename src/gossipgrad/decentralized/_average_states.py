@@ -1,6 +1,6 @@
 """The mean of the saved states of several replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,14 +10,15 @@ __all__ = ["average_states"]
 
 
 @torch.no_grad()
-def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of saved replicas, to start with any number of ranks; local.
 
     The mean is computed in float64; it does not continue any replica bit for bit. Load it into a
     model and optimizers with `load_replica`, before `gossip()`.
 
     Args:
-        states: The result of `GossipSession.state_dict()` or `replica_state`, of every rank.
+        states: The result of `GossipSession.state_dict()` or `replica_state`, of every rank. An
+            iterator is read one by one: beside the mean memory holds the first and one other.
 
     Returns:
         `"model"`: the mean of the weights and floating buffers, with their residuals;
@@ -30,33 +31,44 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: There are none, or their models or optimizers differ.
     """
-    if not states:
+    first: Mapping[str, Any] | None = None
+    weights: dict[str, _Mean] = {}
+    optimizers: list[dict[int, _Entry]] = []
+    number = -1
+    for state in states:
+        number += 1
+        if first is None:
+            first, optimizers = state, [{} for _ in state["optimizers"]]
+        _check_alike(number, state, first)
+        for name, tensor in state["model"].items():
+            mean = weights.setdefault(name, _Mean(tensor))
+            mean.add(tensor, state.get("residuals", {}).get(name))
+        for entries, optimizer in zip(optimizers, state["optimizers"], strict=True):
+            for index, values, on_host in optimizer["state"]:
+                entries.setdefault(index, _Entry(values, on_host)).add(values)
+        del state  # an iterator may read the next one
+    if first is None:
         raise ValueError("no states: give those of all ranks that were saved")
-    for number, state in enumerate(states):
-        if state["model"].keys() != states[0]["model"].keys():
-            raise ValueError(f"state {number} is of another model than state 0")
-        if _kinds(state) != _kinds(states[0]):
-            raise ValueError(f"state {number} is of other optimizers than state 0")
-        if state["shard"] != states[0]["shard"]:
-            raise ValueError(
-                f"state {number} is of another shard than state 0: average those of one shard"
-            )
-    first = states[0]
     return {
         "extra": first["extra"],
         "shard": first["shard"],
-        "model": {
-            name: _mean(
-                [state["model"][name] for state in states],
-                [state.get("residuals", {}).get(name) for state in states],
-            )
-            for name in first["model"]
-        },
+        "model": {name: mean.result() for name, mean in weights.items()},
         "optimizers": [
-            {**one, "state": _mean_state([state["optimizers"][number] for state in states])}
-            for number, one in enumerate(first["optimizers"])
+            {**one, "state": [[index, *entry.result()] for index, entry in sorted(entries.items())]}
+            for one, entries in zip(first["optimizers"], optimizers, strict=True)
         ],
     }
+
+
+def _check_alike(number: int, state: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    if state["model"].keys() != first["model"].keys():
+        raise ValueError(f"state {number} is of another model than state 0")
+    if _kinds(state) != _kinds(first):
+        raise ValueError(f"state {number} is of other optimizers than state 0")
+    if state["shard"] != first["shard"]:
+        raise ValueError(
+            f"state {number} is of another shard than state 0: average those of one shard"
+        )
 
 
 def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
@@ -64,40 +76,56 @@ def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     return [(each["kind"], list(each["sizes"])) for each in state["optimizers"]]
 
 
-def _mean(values: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> Tensor:
-    if not values[0].is_floating_point():
-        return values[0].clone()
-    total = torch.zeros(values[0].shape, dtype=torch.float64)
-    for value, residual in zip(values, residuals, strict=True):
-        total += value
+class _Mean:
+    """The mean of one tensor over replicas, in float64; of others the first."""
+
+    def __init__(self, first: Tensor) -> None:
+        self.first = first
+        is_averaged = first.is_floating_point()
+        self._total = torch.zeros(first.shape, dtype=torch.float64) if is_averaged else None
+        self._count = 0
+
+    def add(self, value: Tensor, residual: Tensor | None = None) -> None:
+        if self._total is None:
+            return
+        self._count += 1
+        self._total += value
         if residual is not None:
-            total += residual
-    return (total / len(values)).to(values[0].dtype)
+            self._total += residual
+
+    def result(self) -> Tensor:
+        if self._total is None:
+            return self.first.clone()
+        return (self._total / self._count).to(self.first.dtype)
 
 
-def _mean_state(optimizers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    held: dict[int, list[list[Any]]] = {}
-    for optimizer in optimizers:
-        for entry in optimizer["state"]:
-            held.setdefault(entry[0], []).append(entry)
-    mean = []
-    for place, entries in sorted(held.items()):
-        _, values, on_host = entries[0]
-        merged = {
-            key: _mean(tensors, [None] * len(tensors)) if tensors is not None else value
-            for key, value in values.items()
-            for tensors in [_alike(key, entries)]
+class _Entry:
+    """The optimizer state of one parameter over replicas."""
+
+    def __init__(self, first: Mapping[str, Any], on_host: Any) -> None:
+        self._first, self._on_host = first, on_host
+        self._means = {
+            key: _Mean(value)
+            for key, value in first.items()
+            if isinstance(value, Tensor) and _is_averaged(key, value, first)
         }
-        mean.append([place, merged, on_host])
-    return mean
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        for key in [*self._means]:
+            if (value := values.get(key)) is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape != self._means[key].first.shape:
+                del self._means[key]  # replicas differ in shape: the first's
+            else:
+                self._means[key].add(value)
+
+    def result(self) -> tuple[dict[str, Any], Any]:
+        means = {key: mean.result() for key, mean in self._means.items()}
+        return {key: means.get(key, value) for key, value in self._first.items()}, self._on_host
 
 
-def _alike(key: str, entries: Sequence[Sequence[Any]]) -> list[Tensor] | None:
-    """Return the replicas' tensors of `key`, None if they are not to be averaged (counters)."""
-    found = [values[key] for _, values, _ in entries if key in values]
-    is_second_order = "cohort" in entries[0][1]
-    if is_second_order and key.partition(".")[0] not in ("left", "right"):
-        return None
-    if key == "step" or not all(isinstance(v, Tensor) and v.ndim for v in found):
-        return None
-    return found if len({v.shape for v in found}) == 1 else None
+def _is_averaged(key: str, value: Tensor, entry: Mapping[str, Any]) -> bool:
+    """Whether replicas' values are averaged: moments and factors, but no counters or bases."""
+    if "cohort" in entry and key.partition(".")[0] not in ("left", "right"):
+        return False
+    return key != "step" and value.ndim > 0

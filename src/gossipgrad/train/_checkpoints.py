@@ -2,7 +2,7 @@
 
 import secrets
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -334,12 +334,20 @@ def begin_from_consensus(
             f"others could go on from. Give --nproc {before}; or begin another run from the model "
             f"of one rank: `gossipgrad export {run_dir.path} FILE --rank 0`, and load it in a job."
         )
-    states = [checkpoint.load(directory, rank=one, step=step) for one in ranks]
-    mean = average_states(states)
-    furthest = max(
-        (state["loop"] for state in states), key=lambda one: (one["epoch"], one["batch"])
-    )
-    why = misfit(model, optimizers, mean) or edited(config, states[0])
+    loops: dict[int, Mapping[str, Any]] = {}
+    changed: list[str | None] = []
+
+    def read() -> Iterator[Mapping[str, Any]]:
+        for one in ranks:
+            state = checkpoint.load(directory, rank=one, step=step)
+            loops[one] = state["loop"]
+            changed.append(edited(config, state))
+            yield state
+            del state  # before the next one is read
+
+    mean = average_states(read())
+    furthest = max(loops.values(), key=lambda one: (one["epoch"], one["batch"]))
+    why = misfit(model, optimizers, mean) or changed[0]
     if why or (why := is_behind(config, furthest["epoch"])):
         raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
     own = replica_state(model, optimizers, copy=False)["optimizers"]
@@ -351,9 +359,9 @@ def begin_from_consensus(
     done = min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"]))
     batch = round(done * epoch_batches)
     metrics["steps"] = furthest["epoch"] * epoch_batches + batch
-    metrics["offset"] = None
-    if rank in ranks:
-        metrics["offset"] = states[ranks.index(rank)]["loop"]["metrics"]["offset"]
+    # What a step costs is counted from here, as bytes are: other ranks sent the earlier ones.
+    metrics |= {"samples": 0, "train_seconds": 0.0, "counted_from": metrics["steps"]}
+    metrics["offset"] = loops[rank]["metrics"]["offset"] if rank in loops else None
     note = (
         f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} went on "
         "from their consensus: not bit for bit what those would have done"

@@ -276,6 +276,7 @@ class RunJoiner:
             "position": carried["position"],
             "seconds": carried["seconds"],
             "offset": None,
+            "counted_from": self.begun_step,
             **dict.fromkeys(("samples", "epoch_samples"), 0),
             **dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0),
         }

@@ -25,10 +25,14 @@ class Logger(Protocol):
 class TensorBoard:
     """Event files of one rank, in `DIR/tensorboard/rankN`, which TensorBoard lays together."""
 
-    def __init__(self, run_dir: RunDir, rank: int) -> None:
+    def __init__(self, run_dir: RunDir, rank: int, resumed_steps: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir.tensorboard(rank)))
+        self._writer = SummaryWriter(
+            str(run_dir.tensorboard(rank)),
+            # Later steps of the last start are made again.
+            purge_step=None if resumed_steps is None else resumed_steps + 1,
+        )
         self.close = self._writer.close
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -46,6 +50,8 @@ class WandB:
         self._run = wandb.init(
             project=config.wandb,
             name=run_dir.path.name,
+            id=config.run_name,  # a run that is resumed is the same run there
+            resume="allow",
             dir=str(run_dir.path),
             config=config.to_json(),
         )
@@ -113,11 +119,13 @@ def _close(logger: Logger, raised: list[Exception]) -> None:
         raised.append(error)
 
 
-def open_loggers(config: TrainConfig, run_dir: RunDir, rank: int) -> Loggers:
-    """The loggers that `config` asks for, on this rank."""
+def open_loggers(
+    config: TrainConfig, run_dir: RunDir, rank: int, *, resumed_steps: int | None = None
+) -> Loggers:
+    """The loggers that `config` asks for, on this rank, which resumes after so many steps."""
     openers: dict[str, Callable[[], Logger]] = {}
     if config.tensorboard:
-        openers["tensorboard"] = lambda: TensorBoard(run_dir, rank)
+        openers["tensorboard"] = lambda: TensorBoard(run_dir, rank, resumed_steps)
     if config.wandb is not None and rank == 0:
         openers["wandb"] = lambda: WandB(config, run_dir)
     return Loggers(openers)

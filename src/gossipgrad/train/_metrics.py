@@ -32,6 +32,8 @@ class Metrics:
         epochs: Finished so far.
         epoch_samples: Samples of the epoch so far.
         train_seconds: Spent in steps.
+        counted_from: The step after which samples, times and bytes are counted: above 0 where
+            another number of ranks made the earlier ones.
 
     Raises:
         OSError: The file cannot be opened.
@@ -48,6 +50,7 @@ class Metrics:
         self.steps = 0
         self.samples = 0
         self.epochs = 0
+        self.counted_from = 0
         self.train_seconds = 0.0
         self._now = now
         self._start = now()
@@ -115,6 +118,7 @@ class Metrics:
             "epoch_samples": self.epoch_samples,
             "epoch_seconds": self._epoch_seconds,
             "epoch_batches": epoch_batches,
+            "counted_from": self.counted_from,
             "offset": self._file.size_bytes,
         }
 
@@ -124,6 +128,7 @@ class Metrics:
         self._start = self._now() - state["seconds"]
         self._loss_sum, self.epoch_samples = state["loss_sum"], state["epoch_samples"]
         self._epoch_seconds = state["epoch_seconds"]
+        self.counted_from = state["counted_from"]
 
     def begin_epoch(self) -> None:
         """Forget the sums of the epoch before."""

@@ -111,8 +111,9 @@ def train_rank(
             total_steps=one.total_steps,
             device=one.device,
         )
-        rank, loggers = one.rank, open_loggers(config, run_dir, one.rank)
-        resumed = None if loop_state is None else loop_state.metrics
+        rank, resumed = one.rank, None if loop_state is None else loop_state.metrics
+        steps = None if resumed is None else resumed["steps"]
+        loggers = open_loggers(config, run_dir, rank, resumed_steps=steps)
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
             closing(checkpoints),
@@ -339,9 +340,11 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
         pass
     except OSError as error:  # a full disk takes the trace, and never the model
         strategy.notes.append(f"the trace lacks this rank: {error.strerror}")
+    begun = 0 if joiner is None else joiner.begun_step
     return RankResult(
         rank=one.rank,
-        steps=metrics.steps - (0 if joiner is None else joiner.begun_step),
+        steps=metrics.steps - begun,
+        steps_counted=metrics.steps - max(begun, metrics.counted_from),
         epochs=metrics.epochs,
         samples=metrics.samples,
         seconds=seconds,

@@ -48,6 +48,8 @@ class RankResult:
     steps: int
     epochs: int
     """Epochs finished."""
+    steps_counted: int
+    """The last of `steps`, in which samples, times of steps and bytes were counted."""
     samples: int
     seconds: float
     """From the first step to the end of the last evaluation."""

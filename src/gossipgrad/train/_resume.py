@@ -14,14 +14,14 @@ from ._layout import RunDir
 from ._versions import other_versions, versions
 from .strategies import STRATEGIES
 
-# What a run may be resumed with another value of: how far it goes, where things lie, how long ranks
-# wait, which faults are injected, and what is shown. All else decides figures.
+# What a run may be resumed with another value of: how far it goes, where it runs, where things lie,
+# how long ranks wait, which faults are injected, and what is shown. All else decides figures.
 _MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
         *("log_every", "trace", "tensorboard", "wandb", "quiet"),
-        *("lost_after_seconds", "encrypt"),
+        *("lost_after_seconds", "encrypt", "device", "threads"),
     }
 )
 
@@ -76,6 +76,14 @@ def reopen(
         warnings.warn(
             f"the run in {run_dir.path} was made with {others}: the result may differ in the "
             "last bits from what it would have come to",
+            stacklevel=3,
+        )
+    if config.epochs != saved.epochs and config.lr_schedule in ("cosine", "linear"):
+        warnings.warn(
+            f"epochs is {config.epochs} instead of {saved.epochs}: lr_schedule "
+            f"{config.lr_schedule} now falls to 0 at the end of epoch {config.epochs}, so the "
+            "learning rate is another from here, and rises where it had fallen. With lr_schedule "
+            "constant or step, runs can be extended without that.",
             stacklevel=3,
         )
     try:

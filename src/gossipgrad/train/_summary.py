@@ -81,14 +81,14 @@ def compose(
         "epochs": max(result.epochs for result in ranks),
         "seconds": max(result.seconds for result in ranks),
         "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
-        "step_seconds": _mean_ratio(ranks, "train_seconds", "steps"),
-        "bytes_sent_per_step": _mean_ratio(ranks, "bytes_sent", "steps"),
+        "step_seconds": _mean_ratio(ranks, "train_seconds", "steps_counted"),
+        "bytes_sent_per_step": _mean_ratio(ranks, "bytes_sent", "steps_counted"),
         "bytes_sent_are": config.traits.bytes_are,
         "all_reduce_bytes_per_step": ring_bytes(exported.gradient_bytes, world_size),
-        "exposed_seconds_per_step": _mean_ratio(ranks, "exposed_seconds", "steps"),
+        "exposed_seconds_per_step": _mean_ratio(ranks, "exposed_seconds", "steps_counted"),
         "mixing_seconds_per_step": None
         if exported.mixing_seconds is None
-        else _mean_ratio(ranks, "mixing_seconds", "steps"),
+        else _mean_ratio(ranks, "mixing_seconds", "steps_counted"),
         "extra_memory_bytes": exported.extra_memory_bytes,
         **_shuffle(config, ranks),
         "shares": shares,
@@ -232,7 +232,9 @@ def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
         figures["shards"] = config.shards
     if config.shuffle == "ring":
         figures |= {
-            "shuffle_bytes_sent_per_step": _mean_ratio(ranks, "shuffle_bytes_sent", "steps"),
+            "shuffle_bytes_sent_per_step": _mean_ratio(
+                ranks, "shuffle_bytes_sent", "steps_counted"
+            ),
             "shuffle_late_rounds": sum(rank.shuffle_late_rounds for rank in ranks),
         }
     return figures
