@@ -99,7 +99,7 @@ def test_missing_and_mixed_ranks_are_refused_by_their_numbers(tmp_path):
     for step in (1, None):
         with pytest.raises(ValueError, match=r"step 1 .*rank 0, 2, 3"):
             checkpoint.consensus(tmp_path, step=step)
-    with pytest.raises(ValueError, match=r"step 9 .* there are 1"):
+    with pytest.raises(ValueError, match=r"step 9 .*complete"):
         checkpoint.consensus(tmp_path, step=9)
     with pytest.raises(ValueError, match=r"step 9 .*nowhere"):
         checkpoint.consensus(tmp_path / "nowhere", step=9)
@@ -132,8 +132,8 @@ def test_weights_lie_where_it_is_said(saved):
 
 
 def test_a_damaged_part_is_named(saved):
-    os.truncate(saved / "step-000000001" / "rank-0002" / "state.safetensors", 100)
-    with pytest.raises(ValueError, match=r"rank-0002/state.safetensors"):
+    os.truncate(saved / "step-000000001" / "rank-0002.pt", 100)
+    with pytest.raises(ValueError, match=r"rank-0002\.pt"):
         checkpoint.consensus(saved)
 
 
@@ -195,7 +195,7 @@ def test_a_file_for_others(tmp_path):
 
 def test_types_that_the_file_cannot_hold(tmp_path):
     save(tmp_path / "run", 0, {"w": torch.ones(2, dtype=torch.complex128)}, world_size=1)
-    with pytest.raises(ValueError, match=r"'w' is of torch\.complex128"):
+    with pytest.raises(ValueError, match=r"torch\.complex128"):
         checkpoint.export_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
 
 

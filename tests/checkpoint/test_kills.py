@@ -51,7 +51,7 @@ def test_killed_at_any_instant_a_save_leaves_a_whole_checkpoint(tmp_path, monkey
     save(1)
     save(2)
     copies = instants(directory, monkeypatch, lambda: save(3))
-    assert len(copies) > 12
+    assert len(copies) > 10
     for copy in copies:
         for torn in (False, True):
             if torn:
@@ -62,14 +62,15 @@ def test_killed_at_any_instant_a_save_leaves_a_whole_checkpoint(tmp_path, monkey
         save(4, copy)
         assert checkpoint.steps(copy) == [4]
         assert sorted(path.name for path in copy.rglob("*")) == [
-            *("manifest.json", "rank-0000", "state.json", "state.safetensors", "step-000000004"),
+            *("rank-0000.json", "rank-0000.pt", "step-000000004"),
         ]
 
 
 def test_an_interrupt_at_the_commit_spoils_nothing(tmp_path, monkeypatch):
     def interrupted(path, target, rename=Path.replace):
         rename(path, target)
-        raise KeyboardInterrupt
+        if target.suffix == ".json":
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", interrupted)
@@ -79,20 +80,19 @@ def test_an_interrupt_at_the_commit_spoils_nothing(tmp_path, monkeypatch):
 
 
 def tear(directory):
-    for part in directory.glob("step-*/rank-*"):
-        if not (part / "manifest.json").exists():
-            for path in part.iterdir():
-                os.truncate(path, path.stat().st_size // 2)
+    for path in directory.glob("step-*/rank-*.p*"):
+        if not path.with_name("rank-0000.json").exists():
+            os.truncate(path, path.stat().st_size // 2)
 
 
 def save_until_killed(rank, store, directory):
     """Saves as fast as it can, and is killed after some milliseconds that nobody knows before."""
-    checkpoint.save(directory, replica(0, 100_000), rank=rank, world_size=3, step=0)
+    checkpoint.save(directory, replica(1, 100_000), rank=rank, world_size=3, step=1)
     seconds = int.from_bytes(os.urandom(2)) / 2**16 * 0.2
     threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    for step in count(1):
+    for step in count(2):
         state = replica(step, 100_000)
-        checkpoint.save(directory, state, rank=rank, world_size=3, step=step, keep=2, shared=False)
+        checkpoint.save(directory, state, rank=rank, world_size=3, step=step, keep=2)
 
 
 @pytest.mark.process
@@ -101,14 +101,15 @@ def test_processes_killed_while_they_save(tmp_path):
     run_processes(
         ranks, save_until_killed, str(tmp_path), grouped=False, may_die=tuple(range(ranks))
     )
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
     for rank in range(ranks):
-        there = checkpoint.steps(tmp_path, rank=rank)
-        assert there
-        for step in there:
-            found = checkpoint.load(tmp_path, rank=rank, step=step)
-            assert_same(found, replica(step, 100_000))
-        checkpoint.save(tmp_path, {}, rank=rank, world_size=3, step=10**6, keep=1, shared=False)
-    assert len(list(tmp_path.rglob("*.*"))) == 3 * ranks, "what was half-written is gone"
+        assert_same(checkpoint.load(tmp_path, rank=rank), replica(newest, 100_000))
+        checkpoint.rewind(tmp_path, rank=rank, step=newest)
+    for step in (newest + 1, newest + 2):
+        for rank in reversed(range(ranks)):
+            checkpoint.save(tmp_path, {}, rank=rank, world_size=ranks, step=step, keep=1)
+    assert len(list(tmp_path.rglob("*.*"))) == 2 * ranks, "what was half-written is gone"
 
 
 def on_a_disk_that_is_full(rank, store, directory):
@@ -138,4 +139,4 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
     assert warned.startswith("a checkpoint could not be saved into")
     assert checkpoint.steps(tmp_path) == [1, 4]
     assert_same(checkpoint.load(tmp_path, rank=0, step=1), replica(1, 50_000))
-    assert len(list(tmp_path.rglob("*.*"))) == 6, "nothing half-written takes room"
+    assert len(list(tmp_path.rglob("*.*"))) == 4, "nothing half-written takes room"

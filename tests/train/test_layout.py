@@ -112,7 +112,7 @@ def test_overwrite_removes_checkpoints_and_nothing_beside_them(tmp_path):
         file.write_text("mine")
     claim(tmp_path, name="", overwrite=True)
     assert all(file.read_text() == "mine" for file in mine)
-    assert checkpoint.steps(run_dir.checkpoints, rank=0) == []
+    assert checkpoint.steps(run_dir.checkpoints) == []
     assert len([path for path in run_dir.checkpoints.rglob("*") if path.is_file()]) == 3
 
 

@@ -28,7 +28,7 @@ def test_a_run_that_had_grown_is_resumed_from_the_consensus_of_all_and_grows_aga
     run.stop.set()
     before = run.end()
     (step,) = checkpoint.steps(run.run_dir.checkpoints)
-    assert checkpoint.members(run.run_dir.checkpoints) == (0, 1, rank)
+    assert checkpoint.find(run.run_dir.checkpoints).members == (0, 1, rank)
     resumed = make(resumed=True)
     assert resumed.join()[0] == rank, "a number of this start"
     begun = json.loads(resumed.run_dir.rank_joined(rank).read_text())["step"]
@@ -69,7 +69,7 @@ def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     assert not run.run_dir.invitation.exists()
     assert run.run_dir.rank_model(2).exists()
     last = checkpoint.steps(run.run_dir.checkpoints)[-1]
-    assert checkpoint.members(run.run_dir.checkpoints, step=last) == (0, 1, 2)
+    assert checkpoint.find(run.run_dir.checkpoints, step=last).members == (0, 1, 2)
 
 
 def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make, monkeypatch):

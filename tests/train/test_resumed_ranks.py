@@ -136,7 +136,7 @@ def test_others_begin_with_the_mean_of_the_saved_replicas(played):
     assert (begun.epoch, begun.batch, begun.metrics["steps"]) == (0, 4, 4)
     for name, mean in checkpoint.consensus(path / "checkpoints", step=3).items():
         assert torch.equal(model.state_dict()[name], mean)
-    assert checkpoint.manifest(played[0] / "two" / "checkpoints", rank=1).members == (0, 1)
+    assert checkpoint.find(played[0] / "two" / "checkpoints").members == (0, 1)
 
 
 def test_replicas_that_never_met_are_not_made_one(played):

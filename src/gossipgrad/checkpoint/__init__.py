@@ -1,12 +1,10 @@
-"""A rank's state as files: saved without waiting for anyone, loaded only if nothing is amiss."""
+"""A rank's state as a file: saved without waiting for others, loaded only if it is undamaged."""
 
 from ._consensus import consensus as consensus
 from ._consensus import export_safetensors as export_safetensors
-from ._files import FileEntry as FileEntry
 from ._layout import Manifest as Manifest
+from ._layout import find as find
 from ._layout import latest as latest
-from ._layout import manifest as manifest
-from ._layout import members as members
 from ._layout import steps as steps
 from ._load import load as load
 from ._model import model_tensors as model_tensors

@@ -1,7 +1,7 @@
 """One model of all replicas of a checkpoint; no worker is needed for it."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._files import sync_folder
-from ._layout import Manifest, folder_of, manifest, whole_of
-from ._load import read_state
-from ._model import check_types, write_safetensors
+from ._layout import find, manifest_of, state_path
+from ._load import load
+from ._model import write_safetensors
+from ._save import sync_folder
 
-# Behind the key of the weights: the names that the model's own `state_dict()` has for them.
+# After the key of the weights: the names that the model's own `state_dict()` has for them.
 _NAMES = "_names"
-_Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_RESIDUALS = "residuals"
 
 
 def consensus(
@@ -25,12 +25,11 @@ def consensus(
     step: int | None = None,
     run: str | None = None,
     key: str = "model",
-    residuals: str = "residuals",
 ) -> dict[str, Tensor]:
-    """The mean over ranks of what they have saved: the model that a run has trained.
+    """Return the mean over ranks of what they have saved: the model that a run has trained.
 
-    Local, for one process that sees the parts of all ranks. They are read one after another: memory
-    holds the weights of one, and their sum in 64 bits.
+    Local, for one process that sees the parts of all ranks. Files are mapped, and tensors are
+    averaged one after another: memory holds the mean, and one tensor in 64 bits.
 
     Args:
         directory: Where checkpoints lie.
@@ -39,9 +38,8 @@ def consensus(
         key: Where the state has the weights: a dict of tensors by name, as `model.state_dict()`.
             Where beside it, under `model_names` for `model`, there is a dict of names, the model
             gets those, each with the tensor under the name that it leads to: so that it has tied
-            weights under all their names, and not what its own `state_dict()` leaves out.
-        residuals: Where the state has what rounding took away from narrow weights, by the same
-            names, as far as there is any; it is added.
+            weights under all their names, and not what its own `state_dict()` leaves out. What
+            rounding took away from narrow weights, under `residuals` in the state, is added.
 
     Returns:
         By name, on the CPU: floating-point and complex tensors are the mean over ranks, summed in
@@ -51,7 +49,9 @@ def consensus(
         ValueError: Ranks are missing (with their numbers), of unlike runs, or have unlike models;
             or a file is not what was saved, and which.
     """
-    return _mean_of(Path(directory), whole_of(Path(directory), step, run), key, residuals)
+    directory = Path(directory)
+    whole = find(directory, step=step, run=run)
+    return _mean(directory, whole.step, whole.members, key)
 
 
 def export_safetensors(
@@ -62,12 +62,11 @@ def export_safetensors(
     run: str | None = None,
     rank: int | None = None,
     key: str = "model",
-    residuals: str = "residuals",
     overwrite: bool = False,
 ) -> Path:
     """Write the consensus of a checkpoint, or the replica of one rank, as a safetensors file.
 
-    The file is there when it is whole, or not at all. What it is of stands in its metadata.
+    Its metadata says which step and ranks it is of.
 
     Args:
         directory: Where checkpoints lie.
@@ -76,8 +75,7 @@ def export_safetensors(
         run: Refuse that of another run; None: take any.
         rank: None: the consensus; a rank: its replica as it was, without the others.
         key: As for `consensus`.
-        residuals: As for `consensus`; replicas are written without it.
-        overwrite: Whether a file that is there may be replaced.
+        overwrite: Whether an existing file may be replaced.
 
     Returns:
         The path written.
@@ -87,22 +85,20 @@ def export_safetensors(
             cannot hold.
         OSError: The file cannot be written; one that was there stays.
     """
-    path = _target_of(path, overwrite)
-    directory = Path(directory)
+    directory, path = Path(directory), Path(path)
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists: name another one, or allow to overwrite it")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write into: make it first")
     if rank is None:
-        whole = whole_of(directory, step, run)
-        tensors = _mean_of(directory, whole, key, residuals)
+        whole = find(directory, step=step, run=run)
+        tensors = _mean(directory, whole.step, whole.members, key)
         metadata = {"replica": f"consensus of ranks {', '.join(map(str, whole.members))}"}
     else:
-        whole = manifest(directory, rank=rank, step=step, run=run)
-        folder = folder_of(directory, whole.step, rank)
-        tensors = _replica_of(folder, whole, key)
+        whole = manifest_of(directory, rank, step, run)
+        tensors = _mean(directory, whole.step, (rank,), key)
         metadata = {"replica": f"rank {rank} of {whole.world_size}"}
-    try:
-        check_types(tensors)
-    except ValueError as error:
-        raise ValueError(f"{error}: use consensus() or load(), which do") from None
-    metadata |= {"format": "pt", "step": str(whole.step), "run": whole.run}
+    metadata |= {"step": str(whole.step), "run": whole.run}
     # Of no name that somebody else may have: a file that is there is never touched.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -115,118 +111,77 @@ def export_safetensors(
     return path
 
 
-def _target_of(path: str | PathLike[str], overwrite: bool) -> Path:
-    """Where to write; refused before anything is read."""
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists: name another one, or allow to overwrite it")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write into: make it first")
-    return path
+def _mean(directory: Path, step: int, ranks: Sequence[int], key: str) -> dict[str, Tensor]:
+    """The mean of the weights of some ranks, with what rounding took away from them."""
+    states = [load(directory, rank=rank, step=step, mmap=True) for rank in ranks]
+    paths = [state_path(directory, step, rank) for rank in ranks]
+    parts = [_Part(path, state, key) for path, state in zip(paths, states, strict=True)]
+    for part in parts[1:]:
+        part.check_like(parts[0])
+    mean = {name: _mean_of([list(part.terms(name)) for part in parts]) for name in parts[0].weights}
+    return {name: mean[kept] for name, kept in parts[0].names.items()}
 
 
-def _replica_of(folder: Path, part: Manifest, key: str) -> dict[str, Tensor]:
-    """The weights of one rank, as they were."""
-    state = read_state(folder, part, (key, key + _NAMES))
-    weights = _weights(folder, state, key)
-    return _named(weights, _names(folder, state, key))
-
-
-def _mean_of(directory: Path, whole: Manifest, key: str, residuals: str) -> dict[str, Tensor]:
-    """The mean of the weights of all ranks, with what rounding took away from them."""
-    sums: dict[str, Tensor] = {}
-    kinds: _Kinds = {}
-    names: dict[str, str] = {}
-    for rank in whole.members:
-        # In a call of its own: what was read of one rank goes before that of the next is read.
-        found = _add(sums, kinds, directory, rank, whole.step, key, residuals)
-        names = names or found
-    count = len(whole.members)
-    mean = {
-        name: total if _wide(kinds[name][1]) is None else (total / count).to(kinds[name][1])
-        for name, total in sums.items()
-    }
-    return _named(mean, names)
-
-
-def _add(
-    sums: dict[str, Tensor],
-    kinds: _Kinds,
-    directory: Path,
-    rank: int,
-    step: int,
-    key: str,
-    residuals: str,
-) -> dict[str, str]:
-    """Adds a rank to the sums, and gives the names that it has."""
-    folder = folder_of(directory, step, rank)
-    state = read_state(
-        folder, manifest(directory, rank=rank, step=step), (key, residuals, key + _NAMES)
+def _mean_of(terms: list[list[Tensor]]) -> Tensor:
+    """The mean over ranks of one tensor, given what is to be added up on each."""
+    first = terms[0][0]
+    if not (first.is_floating_point() or first.is_complex()):
+        return first.clone()
+    total = torch.zeros(
+        first.shape, dtype=torch.complex128 if first.is_complex() else torch.float64
     )
-    weights = _weights(folder, state, key)
-    own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    if not kinds:
-        kinds |= own
-    _check_alike(folder, own, kinds)
-    narrow = _weights(folder, state, residuals) if state.get(residuals) else {}
-    if unknown := sorted(set(narrow) - set(weights)):
-        raise ValueError(f"{folder} has {unknown[0]!r} under {residuals!r}, but not under {key!r}")
-    for name, tensor in weights.items():
-        if (wide := _wide(tensor.dtype)) is None:
-            sums.setdefault(name, tensor)
-            continue
-        total = sums.setdefault(name, torch.zeros(tensor.shape, dtype=wide))
-        total += tensor.to(wide)
-        if name in narrow:
-            total += narrow[name].to(wide)
-    return _names(folder, state, key)
+    for one in terms:
+        for term in one:
+            total += term
+    return total.div_(len(terms)).to(first.dtype)
 
 
-def _wide(kind: torch.dtype) -> torch.dtype | None:
-    """What is added up in; None of what has no mean, of which the lowest rank's is taken."""
-    if kind.is_complex:
-        return torch.complex128
-    return torch.float64 if kind.is_floating_point else None
+class _Part:
+    """The weights in the state of one rank, checked."""
 
-
-def _named(weights: dict[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    return {name: weights[kept] for name, kept in names.items()} if names else weights
-
-
-def _names(folder: Path, state: Mapping[str, Any], key: str) -> dict[str, str]:
-    names = state.get(key + _NAMES) or {}
-    good = isinstance(names, Mapping) and all(
-        isinstance(name, str) and isinstance(kept, str) and kept in state[key]
-        for name, kept in names.items()
-    )
-    if not good:
-        raise ValueError(
-            f"{folder} has under {key + _NAMES!r} what is no dict of names to names under {key!r}"
-        )
-    return dict(names)
-
-
-def _weights(folder: Path, state: Any, key: str) -> dict[str, Tensor]:
-    if not isinstance(state, Mapping) or key not in state:
-        raise ValueError(f"{folder} has nothing under {key!r}: say where the weights lie")
-    weights = state[key]
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{folder} has a {type(weights).__name__} under {key!r}, no dict")
-    for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+    def __init__(self, path: Path, state: Any, key: str) -> None:
+        self.path = path
+        self.weights = self._tensors(state, key)
+        self.residuals = self._tensors(state, _RESIDUALS) if state.get(_RESIDUALS) else {}
+        if unknown := sorted(set(self.residuals) - set(self.weights)):
             raise ValueError(
-                f"{folder} has {name!r} of type {type(tensor).__name__} under {key!r}: weights are "
-                "tensors by name"
+                f"{path} has {unknown[0]!r} under {_RESIDUALS!r}, but not under {key!r}"
             )
-    return dict(weights)
-
-
-def _check_alike(folder: Path, own: _Kinds, first: _Kinds) -> None:
-    if odd := sorted(set(own) ^ set(first)):
-        raise ValueError(f"{folder} has another model than the lowest rank: {odd[0]!r} is of one")
-    for name, (shape, kind) in own.items():
-        if (shape, kind) != first[name]:
+        names = state.get(key + _NAMES) or {name: name for name in self.weights}
+        if not isinstance(names, Mapping) or not set(names.values()) <= set(self.weights):
             raise ValueError(
-                f"{folder} has another model than the lowest rank: {name!r} is {shape} of {kind}, "
-                f"not {first[name][0]} of {first[name][1]}"
+                f"{path} has under {key + _NAMES!r} no dict of names to names under {key!r}"
             )
+        self.names = dict(names)
+
+    def _tensors(self, state: Any, key: Any) -> dict[str, Tensor]:
+        if not isinstance(state, Mapping) or not isinstance(state.get(key), Mapping):
+            raise ValueError(f"{self.path} has no dict under {key!r}: say where the weights lie")
+        for name, tensor in state[key].items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"{self.path} has {name!r} of type {type(tensor).__name__} under {key!r}: "
+                    "weights are tensors by name"
+                )
+        return dict(state[key])
+
+    def check_like(self, first: "_Part") -> None:
+        """Refuse another model than that of the lowest rank."""
+        if odd := sorted(set(self.weights) ^ set(first.weights)):
+            raise ValueError(
+                f"{self.path} has another model than {first.path}: {odd[0]!r} is in one alone"
+            )
+        for name, tensor in self.weights.items():
+            other = first.weights[name]
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+                raise ValueError(
+                    f"{self.path} has another model than {first.path}: {name!r} is "
+                    f"{tuple(tensor.shape)} of {tensor.dtype}, not {tuple(other.shape)} of "
+                    f"{other.dtype}"
+                )
+
+    def terms(self, name: str) -> Iterator[Tensor]:
+        """What adds up to the exact value of a weight."""
+        yield self.weights[name]
+        if name in self.residuals:
+            yield self.residuals[name]

@@ -1,14 +1,14 @@
 """Loads what a rank has saved, or says which file is not what was saved, and why."""
 
-import json
-from collections.abc import Collection
+import hashlib
+import pickle
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ._files import check_file, open_tensors, read_plain
-from ._layout import TENSORS, TREE, Manifest, folder_of, manifest, steps
-from ._tree import decode
+import torch
+
+from ._layout import Manifest, describe_complete, manifest_of, state_path
 
 
 def load(
@@ -18,12 +18,13 @@ def load(
     step: int | None = None,
     run: str | None = None,
     world_size: int | None = None,
+    mmap: bool = False,
 ) -> Any:
     """Load the state that a rank has saved.
 
-    Local. Sizes and digests of all files are checked first, nothing is ever unpickled, and what was
-    not committed is never read. Digests find damage and mix-ups; who can write to the directory can
-    write a checkpoint that passes, with other numbers in it, but no code.
+    Local. Size and digest of the file are checked first, it is read by
+    `torch.load(weights_only=True)`, and what was not committed is never read. The digest finds
+    damage and mix-ups; who can write to the directory can write other numbers, but no code.
 
     Args:
         directory: Where checkpoints lie.
@@ -32,47 +33,42 @@ def load(
             that they share.
         run: Refuse that of another run; None: take any.
         world_size: Refuse that of a run of so many ranks at its start; None: take any.
+        mmap: Map the tensors from the file in place of reading them, to look at a part of them.
 
     Returns:
-        The tree that `save` was given. Parameters come back as plain tensors, and `OrderedDict` as
-        a dict. Tensors are on the CPU, contiguous, in memory of their own.
+        What `save` was given, with plain tensors on the CPU.
 
     Raises:
         ValueError: There is no such checkpoint, or a file of it is missing, truncated, damaged,
             or of another rank, step, run, format or version; the message names the file, and
-            older steps that are complete.
+            other steps that are complete.
     """
     directory = Path(directory)
-    found = manifest(directory, rank=rank, step=step, run=run)
-    folder = folder_of(directory, found.step, rank)
+    found = manifest_of(directory, rank, step, run)
+    path = state_path(directory, found.step, rank)
     if world_size not in (None, found.world_size):
         raise ValueError(
-            f"{folder} is of a run of {found.world_size} ranks, not of {world_size}: start as many "
+            f"{path} is of a run of {found.world_size} ranks, not of {world_size}: start as many "
             "ranks, or start from the consensus, which is one for all"
         )
     try:
-        return read_state(folder, found)
-    except ValueError as error:
-        raise ValueError(f"{error}. {_other_steps(directory, found)}") from error
+        return _read(path, found, mmap=mmap)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}; {describe_complete(directory)}") from error
 
 
-def read_state(folder: Path, found: Manifest, keys: Collection[str] | None = None) -> Any:
-    """The state of a manifest, once its files are what it says; of `keys` alone if given."""
-    tree = folder / TREE
-    for name, entry in found.files.items():
-        check_file(folder / name, entry)
-    text = read_plain(tree, found.files[TREE].size_bytes)
+def _read(path: Path, found: Manifest, *, mmap: bool) -> Any:
+    """The state in a file, once it is what the manifest says."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or is not a file")
+    size_bytes = path.stat().st_size
+    if size_bytes != found.size_bytes:
+        raise ValueError(f"{path} has {size_bytes:,} bytes, but {found.size_bytes:,} were saved")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != found.sha256:
+        raise ValueError(f"{path} was changed or damaged: its digest does not fit")
     try:
-        value = json.loads(text)
-        if keys is not None and isinstance(value, dict) and next(iter(value), "")[:1] != "$":
-            value = {key: value[key] for key in keys if key in value}
-        return decode(value, open_tensors(folder / TENSORS))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{tree} cannot be read: {error}") from error
-
-
-def _other_steps(directory: Path, found: Manifest) -> str:
-    others = [step for step in steps(directory) if step != found.step]
-    if not others:
-        return "There is no other complete checkpoint"
-    return f"Load another step on every rank; complete are {', '.join(map(str, others[-5:]))}"
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -1,15 +1,17 @@
 """The file of a model for use: safetensors, with the names of its own `state_dict()`."""
 
+import errno
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from gossipgrad.comm import saved_tensors
-
-from ._files import tensor_chunks
-from ._tree import DTYPE_NAMES
 
 
 def model_tensors(model: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
@@ -38,35 +40,51 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file and wait until it is on the disk.
 
-    A file that exists is overwritten in place, so that it can reserve the space.
+    A file that exists is removed first, so that it can reserve the space.
 
     Raises:
         ValueError: safetensors files do not hold the type of a tensor.
         OSError: The file cannot be written.
     """
     check_types(tensors)
-    with path.open("r+b" if path.exists() else "xb") as file:
-        for chunk in tensor_chunks(tensors, metadata or {}):
-            file.write(chunk)
-        file.truncate()
-        file.flush()
+    path.unlink(missing_ok=True)
+    try:
+        save_file(_apart(tensors), path, {"format": "pt", **(metadata or {})})
+    except SafetensorError as error:  # an error of the operating system, as text
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+    with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
+def check_types(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that safetensors files do not hold; for a dry run before training."""
+    by_type = {tensor.dtype: name for name, tensor in tensors.items()}
+    for kind, name in by_type.items():
+        try:
+            save({name: torch.empty(0, dtype=kind)})
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{name!r} is of {kind}, which safetensors files do not hold"
+            ) from error
+
+
 def try_to_write(model: nn.Module) -> None:
-    """Go through all that `write_safetensors` does for a model, without a file.
+    """Refuse a model that `write_safetensors` could not write.
 
     Raises:
         ValueError: safetensors files do not hold the type of a tensor.
     """
-    tensors = model_tensors(model, copy=False)
-    check_types(tensors)
-    for _ in tensor_chunks(tensors, {}):
-        pass
+    check_types(model_tensors(model, copy=False))
 
 
-def check_types(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that safetensors files do not hold."""
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, each with memory of its own."""
+    seen: set[int] = set()
+    apart = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors files do not hold")
+        one = tensor.detach().cpu().contiguous()
+        start = one.untyped_storage().data_ptr()
+        apart[name] = one.clone() if start in seen else one
+        seen.add(start)
+    return apart

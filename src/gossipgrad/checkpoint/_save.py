@@ -1,31 +1,32 @@
 """Saves what a rank has; the manifest, renamed last, is the commit. Removes what is not kept."""
 
 import contextlib
-import json
+import dataclasses
+import errno
+import hashlib
+import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
-from ._files import sync_folder, tensor_chunks, write_file
+import torch
+from torch import Tensor
+
 from ._layout import (
-    MANIFEST,
-    OWN_FILES,
-    PARTIAL,
-    TENSORS,
-    TREE,
     Manifest,
-    folder_of,
-    impossible_rank,
-    own_folders,
-    own_steps,
-    rank_folders,
+    manifest_path,
+    own_files,
     read_manifest,
+    state_path,
+    step_folder,
     step_folders,
     steps,
 )
-from ._tree import Encoded, encode
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def save(
@@ -36,53 +37,39 @@ def save(
     world_size: int,
     step: int,
     run: str = "",
-    attempt: str = "",
     members: Sequence[int] | None = None,
     keep: int | None = None,
-    shared: bool = True,
 ) -> Path:
     """Save the state of one rank; returns when it is on the disk.
 
-    Local: ranks do not wait for each other. What a rank saves lies in a folder of its own, so that
-    replicas that differ all stay, and is committed as a whole: killed at any instant, `save` leaves
-    what was committed before as it was, and what it has begun is removed by the rank's next one.
-    A step is complete when all `members` have committed it. Nothing is pickled.
-
-    What a rank knows of the others is what it sees in `directory`. Where all share it, with `keep`
-    a rank removes its own part of a step once `keep` newer ones are complete on all ranks, so the
-    last complete one stays, whichever rank dies or fails to save. Where they do not
-    (`shared=False`), a rank sees its own parts alone, and keeps the last `keep` of those: if
-    another fails to save as often in a row, there may be no step that both still have. Files of a
-    rank that is no member any more are never removed.
+    Local: ranks do not wait for each other. Each rank writes a file of its own by `torch.save`,
+    then a manifest, renamed last: killed at any instant, `save` leaves what was committed before.
+    A step is complete when all `members` have committed it. The one that commits it last removes
+    what is older than the last `keep` complete steps, for all ranks.
 
     Args:
-        directory: Where checkpoints lie; made if it is not there.
-        state: Dicts (keys of type str or int; also `OrderedDict` and `Counter`), lists, tuples,
-            tensors, numpy arrays, int, float, bool, None, str and bytes, nested. Every bit of it
-            comes back, `OrderedDict` as a dict and tensors contiguous. Tensors of the same memory
-            are written once, and share it again when loaded.
+        directory: Where checkpoints lie, on a file system that all ranks share; made if it does not
+            exist. On a disk of its own a rank saves as the only one, `rank=0, world_size=1`.
+        state: Dicts, lists, tuples, tensors, int, float, bool, None, str and bytes, nested: what
+            `torch.load(weights_only=True)` reads.
         rank: This rank.
         world_size: How many ranks there were at the start.
         step: Steps done, the same on all ranks for what belongs together.
         run: Names the run, the same for all ranks and starts: a directory holds those of one.
-        attempt: Names this start of the run, the same on all ranks, such as a number that one draws
-            and broadcasts: parts that were saved before and after a resume never make one
-            checkpoint. Empty: the caller takes care, with `rewind`.
-        members: Ranks that live, ascending, those who joined with numbers from `world_size` on;
-            None: all of `range(world_size)`. Ranks that name other members (one is given up
-            meanwhile) make no complete checkpoint in that step.
-        keep: How many complete ones stay, 1 or more; None: all.
-        shared: Whether all ranks share `directory`.
+        members: Living ranks, ascending, those that joined with numbers from `world_size` on;
+            None: all of `range(world_size)`.
+        keep: How many complete steps stay, 1 or more; None: all.
 
     Returns:
-        The folder of this rank.
+        The file of the state.
 
     Raises:
-        ValueError: `state` holds something that cannot be written, with its path in the tree;
-            an argument cannot be; or `directory` holds checkpoints of another run, or newer
-            complete ones. Nothing is written.
-        OSError: The disk is full, or what else keeps files from being written. What was committed
-            before stays. What keeps old files from being removed is a warning.
+        ValueError: `state` holds something that cannot be written, with its path in the tree; an
+            argument is impossible; or `directory` holds checkpoints of another run, or this step
+            or a newer one of this rank (call `rewind` on every rank before a run continues from
+            an older step). Nothing is written.
+        OSError: The disk is full, or something else keeps files from being written. What was
+            committed before stays. What keeps old files from being removed is a warning.
 
     Example:
         >>> import tempfile, torch
@@ -94,127 +81,228 @@ def save(
         {'model': {'w': tensor([1., 1.])}, 'epoch': 3}
     """
     check_keep(keep)
-    part = part_of(rank, world_size, step, run=run, attempt=attempt, members=members)
-    written = commit(Path(directory), encode(state), part, keep=keep, shared=shared)
-    if written.left:
-        warnings.warn(f"{describe_left(written)}.", stacklevel=2)
-    return written.folder
+    part = part_of(rank, world_size, step, run=run, members=members)
+    written = commit(Path(directory), copied(state), part, keep=keep)
+    if written.not_removed is not None:
+        warnings.warn(describe_not_removed(written), stacklevel=2)
+    return written.path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """What became of a save."""
+class Written(NamedTuple):
+    """What a save has done."""
 
-    folder: Path
-    left: list[str]
-    """What went wrong beside the commit: mostly files that could not be removed."""
+    path: Path
     size_bytes: int
+    not_removed: str | None
+    """What went wrong after the commit: mostly an old file that could not be removed."""
 
 
-def describe_left(written: Written) -> str:
-    """The message about what went wrong beside it, without a full stop."""
-    more = f" and {len(written.left) - 1} more" if len(written.left) > 1 else ""
-    return (
-        f"a checkpoint is saved in {written.folder}, but not all went well beside it: "
-        f"{written.left[0]}{more}"
-    )
+def describe_not_removed(written: Written) -> str:
+    """The warning about it."""
+    return f"{written.path} is saved, but not all went well after it: {written.not_removed}"
 
 
 def part_of(
-    rank: int,
-    world_size: int,
-    step: int,
-    *,
-    run: str,
-    attempt: str,
-    members: Sequence[int] | None,
+    rank: int, world_size: int, step: int, *, run: str, members: Sequence[int] | None
 ) -> Manifest:
-    """A manifest that has no files yet."""
+    """A manifest that has no file yet."""
     if members is None and not 0 <= rank < world_size:
-        raise ValueError(impossible_rank(rank, world_size))
-    return Manifest(
-        run=run,
-        attempt=attempt,
-        rank=rank,
-        world_size=world_size,
-        members=tuple(range(world_size) if members is None else members),
-        step=step,
-        files={},
-    )
+        raise ValueError(f"rank {rank} of world_size {world_size} cannot be: ranks count from 0")
+    everyone = range(world_size) if members is None else members
+    return Manifest(run=run, rank=rank, world_size=world_size, members=tuple(everyone), step=step)
 
 
 def check_keep(keep: int | None) -> None:
-    """Refuses what would keep nothing."""
+    """Refuse what would keep nothing."""
     if keep is not None and keep < 1:
-        raise ValueError(
-            f"keep={keep} would keep no checkpoint: give 1 or more, or None to keep all"
-        )
+        raise ValueError(f"keep={keep} would keep no checkpoint: give 1 or more, or None for all")
 
 
-def commit(
-    directory: Path,
-    encoded: Encoded,
-    part: Manifest,
-    *,
-    keep: int | None,
-    shared: bool,
-) -> Written:
-    """Write, commit, remove what is old; all but the encoding of `save`."""
-    refuse_foreign(directory, part.rank, part.run, newest=True)
-    left = _make_way(directory, part, shared=shared)
-    left += _clean(directory, part.rank, before=part.step)
-    folder = folder_of(directory, part.step, part.rank)
-    if folder.is_symlink():
-        folder.unlink()  # readers ignore it, and nothing is written where it leads
-    elif folder.exists():
-        remove_part(folder)  # of a step that never was complete
-    named = [folder, folder.parent, directory]
-    named += [path.parent for path in (directory, *directory.parents) if not path.exists()]
-    _make(folder)
-    text = json.dumps(encoded.tree, separators=(",", ":")).encode("ascii")
-    metadata = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
+def copied(state: object, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Rebuild a state with `copy` of each tensor in its place; the same tensor is copied once.
+
+    Without `copy`, tensors stay, but for views of something larger, of which a file would hold all.
+
+    Raises:
+        ValueError: Something in it cannot be read back; with its path, its type and the way out.
+    """
+    seen: dict[tuple[Any, ...], Tensor] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            return tensor(value.detach(), where)
+        if isinstance(value, dict):
+            for key in value:
+                if type(key) not in _PLAIN and not isinstance(key, str):
+                    refuse(key, f"{where} (a key)")
+            return {key: walk(one, f"{where}[{key!r}]") for key, one in value.items()}
+        if isinstance(value, list):
+            return [walk(one, f"{where}[{i}]") for i, one in enumerate(value)]
+        if isinstance(value, tuple):
+            return tuple(walk(one, f"{where}[{i}]") for i, one in enumerate(value))
+        if isinstance(value, _PLAIN):
+            return value
+        return refuse(value, where)
+
+    def tensor(value: Tensor, where: str) -> Tensor:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            refuse(value, where)
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if value.numel() == 0 or key not in seen:
+            whole = value.untyped_storage().nbytes() <= value.numel() * value.element_size()
+            seen[key] = copy(value) if copy else value if whole else value.clone()
+        return seen[key]
+
     try:
-        files = {
-            TENSORS: write_file(folder / TENSORS, tensor_chunks(encoded.tensors, metadata)),
-            TREE: write_file(folder / TREE, [text]),
-        }
-        done = replace(part, files=files)
-        write_file(folder / PARTIAL, [done.text().encode("ascii")])
-        (folder / PARTIAL).replace(folder / MANIFEST)
+        return walk(state, "state")
+    except RecursionError:
+        raise ValueError("the state holds itself, or is nested too deeply to be written") from None
+
+
+def refuse(value: object, where: str) -> Any:
+    """Say what cannot be written."""
+    kind = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else type(value)
+    raise ValueError(
+        f"{where} is {kind}, which a checkpoint cannot hold: give tensors, dicts, lists, tuples, "
+        "numbers, text, bytes or None; arrays by torch.from_numpy, sets by sorted(...), "
+        "generators by get_state()"
+    )
+
+
+class _HashingFile:
+    """A file that counts and digests what is written into it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256, self.size_bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, chunk: Any) -> int:
+        view = memoryview(chunk).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sha256.update(view)
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_whole(path: Path, write: Callable[[Any], object]) -> tuple[int, str]:
+    """Write a file beside its name, wait until it is on the disk, rename it; size and digest.
+
+    A file with this name is there as a whole or, after an error, as it was.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)  # what a kill has left; never written through a link
+    try:
+        with partial.open("xb") as file:
+            hashing = _HashingFile(file)
+            try:
+                write(hashing)
+            except RuntimeError:
+                # torch.save hides why it could not write behind a message about positions.
+                raise hashing.error or sys.exception() from None
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
     except BaseException:
-        # An interrupt may come when the rename is done: then all of it stays.
-        if not (folder / MANIFEST).exists():
-            for name in (TENSORS, TREE, PARTIAL):
-                with contextlib.suppress(OSError):
-                    (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
-    # What is committed stays so: from here on errors are warnings.
+    return hashing.size_bytes, hashing.sha256.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can say so."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for path in named:
-            sync_folder(path)
-        if keep is not None:  # none before it is known that the new one is on the disk
-            left += _prune(directory, done, keep=keep, shared=shared)
+        os.fsync(handle)
     except OSError as error:
-        left.append(f"{error.filename or folder}: {error.strerror or error}")
-    size_bytes = sum(entry.size_bytes for entry in done.files.values())
-    return Written(folder=folder, left=left, size_bytes=size_bytes)
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
 
 
-def _make(folder: Path) -> None:
-    """Another rank that removes its part of the step may remove that folder meanwhile."""
-    for _ in range(10):
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            folder.mkdir(parents=True, exist_ok=True)
-            return
+def commit(directory: Path, state: object, part: Manifest, *, keep: int | None) -> Written:
+    """Write a state and its manifest, then remove what is old."""
+    refuse_occupied(directory, part)
+    folder = step_folder(directory, part.step)
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a symbolic link: remove it, or save into another directory")
+    new = [folder, *(path for path in (directory, *directory.parents) if not path.exists())]
     folder.mkdir(parents=True, exist_ok=True)
+    path = state_path(directory, part.step, part.rank)
+    manifest = manifest_path(directory, part.step, part.rank)
+    try:
+        size_bytes, digest = write_whole(path, lambda file: torch.save(state, file))
+        done = dataclasses.replace(part, size_bytes=size_bytes, sha256=digest)
+        write_whole(manifest, lambda file: file.write(done.text().encode()))
+    except BaseException:
+        if not manifest.exists():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+    try:  # it is committed: from here on an error is a message
+        for one in {*new, *(one.parent for one in new), folder}:
+            sync_folder(one)
+        if keep is not None:
+            prune(directory, part, keep=keep)
+    except OSError as error:
+        return Written(path, size_bytes, f"{error.filename or folder}: {error.strerror or error}")
+    return Written(path, size_bytes, None)
+
+
+def refuse_occupied(directory: Path, part: Manifest) -> None:
+    """Refuse a directory of another run, or one where this rank is as far or further."""
+    for step, _ in reversed(step_folders(directory)):
+        try:
+            found = read_manifest(directory, step, part.rank)
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            if step >= part.step:
+                raise
+            continue
+        path = manifest_path(directory, step, part.rank)
+        if found.run != part.run:
+            raise ValueError(
+                f"{path} is of another run, {found.run!r}: save this one, {part.run!r}, into a "
+                "directory of its own"
+            )
+        if step >= part.step:
+            raise ValueError(
+                f"step {part.step} of rank {part.rank} cannot be saved beside {path}: to continue "
+                "from an older step, call rewind(...) on every rank first; where several "
+                "processes are one rank, as shards of a replica are, each saves into a directory "
+                "of its own"
+            )
+        return
+
+
+def prune(directory: Path, part: Manifest, *, keep: int) -> None:
+    """Remove what is older than the last `keep` complete steps, and incomplete ones among these.
+
+    The rank that commits a step last does it for all. The others are past older steps.
+    """
+    folder = step_folder(directory, part.step)
+    committed = {rank for rank, path in own_files(folder) if path.suffix == ".json"}
+    if not committed.issuperset(part.members):
+        return
+    folders = step_folders(directory)
+    kept = steps(directory, run=part.run)[-keep:]
+    _remove([path for step, path in folders if step < max(kept, default=0) and step not in kept])
 
 
 def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]:
-    """Remove what a rank has committed after a step, for a run that goes on from that step.
+    """Remove what a rank has saved after a step, for a run that continues from that step.
 
-    Local. Without it, checkpoints of the training that is being given up would be taken for newer
-    ones. Call it on every rank before any of them trains on: after a crash some ranks have newer
-    parts than others.
+    Local. Call it on every rank before any of them trains on: after a crash some ranks have newer
+    parts than others, which must not count as newer checkpoints.
 
     Args:
         directory: Where checkpoints lie.
@@ -225,22 +313,20 @@ def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]
         The steps removed, the newest first.
 
     Raises:
-        OSError: A file cannot be removed; calling it again goes on.
+        OSError: A file cannot be removed; calling it again continues.
 
     Example:
         >>> rewind("nowhere", rank=0, step=100)
         []
     """
-    newer = [(one, folder) for one, folder in own_folders(Path(directory), rank) if one > step]
-    for _, folder in reversed(newer):
-        remove_part(folder)
-    return [one for one, _ in reversed(newer)]
+    newer = [path for one, path in step_folders(Path(directory)) if one > step]
+    return _remove(newer, rank=rank)
 
 
 def remove_all(directory: str | PathLike[str]) -> list[int]:
     """Remove the checkpoints of all ranks and all steps; for one process, while nobody saves.
 
-    Files that no checkpoint has, and links to other folders, stay.
+    Files that no checkpoint has, and symbolic links to other folders, stay.
 
     Args:
         directory: Where checkpoints lie.
@@ -249,120 +335,23 @@ def remove_all(directory: str | PathLike[str]) -> list[int]:
         The steps of which something was removed, the newest first.
 
     Raises:
-        OSError: A file cannot be removed; calling it again goes on.
+        OSError: A file cannot be removed; calling it again continues.
 
     Example:
         >>> remove_all("nowhere")
         []
     """
+    return _remove([path for _, path in step_folders(Path(directory))])
+
+
+def _remove(folders: Sequence[Path], rank: int | None = None) -> list[int]:
+    """Remove the files of a rank, or of all, the newest step first; and folders that get empty."""
     removed = []
-    for step, folder in reversed(step_folders(Path(directory))):
-        parts = [] if folder.is_symlink() else rank_folders(folder)
-        for part in parts:
-            remove_part(part)
-        removed += [step] * bool(parts)
+    for folder in reversed(folders):
+        mine = [path for one, path in own_files(folder) if rank in (None, one)]
+        for path in mine:
+            path.unlink(missing_ok=True)
+        removed += [int(folder.name.removeprefix("step-"))] * bool(mine)
         with contextlib.suppress(OSError):
             folder.rmdir()
     return removed
-
-
-def refuse_foreign(directory: Path, rank: int, run: str, *, newest: bool = False) -> None:
-    """Refuses a directory where this rank has checkpoints of another run.
-
-    With `newest` that one alone is read: who has saved into it has looked at all others before.
-    """
-    for step, folder in reversed(own_folders(directory, rank)):
-        try:
-            found = read_manifest(folder / MANIFEST)
-        except (FileNotFoundError, ValueError):
-            continue
-        if found.run != run:
-            raise ValueError(
-                f"{folder_of(directory, step, rank)} is of another run, {found.run!r}: save this "
-                f"one, {run!r}, into a directory of its own"
-            )
-        if newest:
-            return
-
-
-def _make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
-    """Removes newer parts that a crash left incomplete; refuses to spoil what is complete.
-
-    Returns:
-        What could not be removed, and why.
-    """
-    found = own_steps(directory, part.rank, since=part.step)
-    there = [step for step, one in found.items() if one is not None]
-    complete = {*steps(directory)} if shared and there else {*there}
-    same = found.get(part.step)
-    if isinstance(same, Manifest) and part.attempt and same.attempt == part.attempt:
-        raise ValueError(
-            f"rank {part.rank} has committed step {part.step} in {directory} in this start; where "
-            "several processes are one rank, as shards of a replica are, each saves into a "
-            "directory of its own"
-        )
-    for step in there[::-1]:
-        if step in complete or isinstance(found[step], str):
-            what = "lies there already" if step == part.step else f"is older than step {step} there"
-            raise ValueError(
-                f"step {part.step} cannot be saved into {directory}, since it {what}: to go on "
-                "from an older one, call rewind(...) on every rank as it starts, or save into a "
-                "directory of its own"
-            )
-    newer = [step for step in there[::-1] if step > part.step]
-    return _tried(remove_part, [folder_of(directory, step, part.rank) for step in newer])
-
-
-def _clean(directory: Path, rank: int, *, before: int) -> list[str]:
-    """Removes what this rank's killed or failed saves left, and empty folders of steps `before`.
-
-    Returns:
-        What could not be removed, and why.
-    """
-    killed = [folder for _, folder in own_folders(directory, rank)]
-    left = _tried(remove_part, [each for each in killed if not (each / MANIFEST).exists()])
-    for step, folder in step_folders(directory):
-        # Of somebody killed before there was more; who makes a newer one may be about to fill it.
-        if step < before:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-    return left
-
-
-def _prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[str]:
-    """Removes what need not be kept; says what could not be removed, and why.
-
-    Once a step is complete, every rank of it is past all older ones: what is incomplete of those
-    stays so. A rank that removes has seen `keep` newer ones complete, and so has everyone who
-    removes those: the newest complete one is never removed by anyone.
-    """
-    own = steps(directory, rank=part.rank)
-    complete = steps(directory, run=part.run) if shared else own
-    old = [step for step in own if step < max(complete, default=0) and step not in complete[-keep:]]
-    return _tried(remove_part, [folder_of(directory, step, part.rank) for step in old])
-
-
-def remove_part(folder: Path) -> None:
-    """Removes the files of a part, the manifest first: what a kill leaves is no checkpoint."""
-    manifest = folder / MANIFEST
-    if manifest.exists():
-        manifest.unlink()
-        sync_folder(folder)
-    for path in folder.iterdir():
-        if path.name in OWN_FILES:
-            path.unlink(missing_ok=True)
-    # Where somebody else keeps something, the folder stays.
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-        folder.parent.rmdir()
-
-
-def _tried(act: Callable[[Path], None], paths: Iterable[Path]) -> list[str]:
-    """Does it to each; says where that failed, and goes on."""
-    left = []
-    for path in paths:
-        try:
-            act(path)
-        except OSError as error:
-            left.append(f"{error.filename or path}: {error.strerror or error}")
-    return left

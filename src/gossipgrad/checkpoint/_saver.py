@@ -1,6 +1,5 @@
 """Saves in the background: training waits for a copy in memory, and for nothing else."""
 
-import atexit
 import threading
 import time
 import warnings
@@ -14,64 +13,61 @@ import torch
 from torch import Tensor
 
 from ._layout import Manifest
-from ._save import Written, check_keep, commit, describe_left, part_of, refuse_foreign
-from ._tree import Encoded, encode
-
-# A saver that nobody closed holds the end of the process up for so long at most.
-_EXIT_SECONDS = 60.0
+from ._save import (
+    Written,
+    check_keep,
+    commit,
+    copied,
+    describe_not_removed,
+    part_of,
+    refuse_occupied,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaverStats:
     """What a saver has done so far."""
 
-    saved: int
+    saved: int = 0
     """States that are on the disk."""
-    skipped: int
+    skipped: int = 0
     """States not taken, since one was being written."""
-    failed: int
+    failed: int = 0
     """States that could not be written."""
-    last_step: int | None
+    last_step: int | None = None
     """Of the last state that is on the disk."""
-    held_seconds: float
+    held_seconds: float = 0.0
     """How long the caller waited in `save`, in all."""
-    write_seconds: float
+    write_seconds: float = 0.0
     """How long writing took in the background, in all."""
-    size_bytes: int
+    size_bytes: int = 0
     """Of the last state on the disk."""
-    buffer_bytes: int
-    """Memory of the copies."""
 
 
 class Saver:
     """Saves states of one rank one after another, in a thread of its own.
 
-    `save` copies the tensors into memory that is used again and again, one state large, and
-    returns; writing, and waiting for the disk, is the thread's. At most one state is written at a
-    time: while a disk is slow, states are skipped and counted rather than awaited. Errors
-    of the disk end nothing: the checkpoint before stays, a warning says so once, `error` and
-    `stats()` at any time, and the next `save` tries again. What keeps old ones from being removed
-    is a warning alone. Local, and committed as `save` of this
-    room does it, which also says what a rank knows of others. A rank that skips or fails leaves a
-    step incomplete, which is removed once a newer one is complete.
+    `save` copies the tensors into memory that is used again, one state large, and returns; a thread
+    writes. At most one state is written at a time: while a disk is slow, states are skipped and
+    counted. Errors of the disk do not end training: the previous checkpoint stays, a warning says
+    so once, `error` and `stats()` at any time, and the next `save` tries again. A rank that skips
+    or fails leaves a step incomplete, which is removed once a newer one is complete. Local; what is
+    committed and kept is that of `gossipgrad.checkpoint.save`.
 
     Not for several threads at once. A process that ends without `close` still waits for the write
-    under way, up to a minute, unless `multiprocessing` has started it; one that is killed leaves
-    the checkpoint before.
+    in progress; one that is killed leaves the previous checkpoint.
 
     Args:
         directory: Where checkpoints lie; made at the first write.
         rank: This rank; `world_size` or more of one that joined, whom `members` must name.
         world_size: How many ranks there were at the start.
         run: Names the run, the same for all ranks and starts.
-        attempt: Names this start of the run, the same on all ranks.
         keep: How many complete checkpoints stay, 1 or more; None: all.
-        shared: Whether all ranks share `directory`.
-        tell: Called with each thing worth a word, by the thread that calls the saver; None: it
-            becomes a warning.
+        tell: Called with each message, by the thread that calls the saver; None: it becomes a
+            warning.
 
     Raises:
-        ValueError: An argument cannot be, or `directory` holds checkpoints of another run.
+        ValueError: An argument is impossible, or `directory` holds checkpoints of another run.
 
     Example:
         >>> import tempfile, torch
@@ -92,33 +88,21 @@ class Saver:
         rank: int,
         world_size: int,
         run: str = "",
-        attempt: str = "",
         keep: int | None = None,
-        shared: bool = True,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         check_keep(keep)
-        part_of(rank, world_size, 0, run=run, attempt=attempt, members=(rank,))
-        refuse_foreign(Path(directory), rank, run)
         self.directory = Path(directory)
-        self._whose = (rank, world_size)
-        self._named = {"run": run, "attempt": attempt}
-        self._keep, self._shared, self._tell = keep, shared, tell
-        self._buffers: dict[str, Tensor] = {}
+        self._rank, self._world_size, self._run = rank, world_size, run
+        # A step beyond all others: this asks for the run alone.
+        refuse_occupied(self.directory, self._part(2**62, (rank,)))
+        self._keep, self._tell = keep, tell
+        self._buffers: list[Tensor] = []
         self._write: _Write | None = None
         self._error: Exception | None = None
         self._said: set[str] = set()
         self._closed = False
-        self._stats = SaverStats(
-            saved=0,
-            skipped=0,
-            failed=0,
-            last_step=None,
-            held_seconds=0.0,
-            write_seconds=0.0,
-            size_bytes=0,
-            buffer_bytes=0,
-        )
+        self._stats = SaverStats()
 
     def save(
         self,
@@ -127,35 +111,33 @@ class Saver:
         step: int,
         members: Sequence[int] | None = None,
         wait_seconds: float = 0.0,
-        copy: bool = True,
     ) -> bool:
         """Take a copy of a state and have it written.
 
         Args:
-            state: As for `save` of this room.
+            state: As for `gossipgrad.checkpoint.save`.
             step: Steps done, the same on all ranks for what belongs together.
-            members: Ranks that live, ascending; None: all.
-            wait_seconds: How long to wait for a write under way before this one is skipped: 0
+            members: Living ranks, ascending; None: all.
+            wait_seconds: How long to wait for a write in progress before this one is skipped: 0
                 within training, more for a state that must not be missed, such as the last.
-            copy: False: the tensors are copies already, which nobody changes any more.
 
         Returns:
-            Whether it was taken. If not, the state before is still being written, or there was no
-            memory for a copy.
+            Whether it was taken. If not, the previous state is still being written, or there was
+            no memory for a copy.
 
         Raises:
-            ValueError: The state holds something that cannot be written, an argument cannot be, or
-                the saver is closed.
+            ValueError: The state holds something that cannot be written, an argument is
+                impossible, or the saver is closed.
         """
         start = time.perf_counter()
         try:
             if self._closed:
                 raise ValueError("this saver is closed: make another one")
-            part = part_of(*self._whose, step, members=members, **self._named)
+            part = self._part(step, members)
             if not self.wait(wait_seconds):
                 self._skip(step)
                 return False
-            return self._take(encode(state), part, copy=copy)
+            return self._take(state, part)
         finally:
             held = self._stats.held_seconds + time.perf_counter() - start
             self._stats = replace(self._stats, held_seconds=held)
@@ -172,36 +154,34 @@ class Saver:
             self._write.thread.join(timeout_seconds)
         self._collect()
         if self._error is not None:
-            self._say(
+            self._say_once(
                 "error",
-                f"a checkpoint could not be saved into {self.directory}: {_describe(self._error)}. "
-                "Training goes on, and the checkpoint before stays. (Said once; stats() counts.)",
+                f"a checkpoint could not be saved into {self.directory}: "
+                f"{type(self._error).__name__}: {self._error}. Training continues, and the "
+                "previous checkpoint stays. (Said once; stats() counts.)",
             )
         return self._write is None
 
     def close(self, timeout_seconds: float = 60.0) -> bool:
-        """Wait for the write under way and give up the memory; may be called again.
+        """Wait for the write in progress and free the memory; may be called again.
 
         Args:
             timeout_seconds: The longest to wait. What is not written by then is a warning; it may
-                come later, and the checkpoint before stays.
+                come later, and the previous checkpoint stays.
 
         Returns:
             Whether the last state that was taken is on the disk.
         """
         self._closed = True
         done = self.wait(timeout_seconds)
-        self._buffers = {}
+        self._buffers = []
         if self._write is not None:
-            atexit.unregister(self._write.at_exit)
-            self._error = TimeoutError(f"not on the disk after {timeout_seconds:g} s")
-            self._stats = replace(self._stats, failed=self._stats.failed + 1)
             step, self._write = self._write.part.step, None
-            self._said.add("error")
-            self._warn(
+            self._fail(TimeoutError(f"not on the disk after {timeout_seconds:g} s"))
+            self._say_once(
+                "late",
                 f"the checkpoint of step {step} was not on the disk {timeout_seconds:g} s after "
-                "the end: it may come, and the one before stays",
-                stacklevel=3,
+                "the end: it may come, and the previous one stays",
             )
         return done and self._error is None
 
@@ -212,10 +192,9 @@ class Saver:
         return self._error
 
     def stats(self) -> SaverStats:
-        """What was done so far; free."""
+        """Return what was done so far."""
         self._collect()
-        held = sum(buffer.nbytes for buffer in self._buffers.values())
-        return replace(self._stats, buffer_bytes=held)
+        return self._stats
 
     def __enter__(self) -> "Saver":
         return self
@@ -228,79 +207,74 @@ class Saver:
     ) -> None:
         self.close()
 
-    def _take(self, encoded: Encoded, part: Manifest, *, copy: bool) -> bool:
+    def _part(self, step: int, members: Sequence[int] | None) -> Manifest:
+        return part_of(self._rank, self._world_size, step, run=self._run, members=members)
+
+    def _take(self, state: object, part: Manifest) -> bool:
         try:
-            if copy:
-                self._buffers = _copied(encoded.tensors, self._buffers)
-                encoded = replace(encoded, tensors=self._buffers)
-            self._write = _Write(
-                self.directory, encoded, part, keep=self._keep, shared=self._shared
-            )
+            copy = _Copies(self._buffers)
+            tree = copied(state, copy)
+            copy.finish()
+            self._buffers = copy.made
+            self._write = _Write(self.directory, tree, part, keep=self._keep)
         except (MemoryError, RuntimeError) as error:  # no memory, or no thread
-            self._buffers = {}
-            self._error = error
-            self._stats = replace(self._stats, failed=self._stats.failed + 1)
+            self._buffers = []
+            self._fail(error)
             self.wait(0.0)
             return False
         self._error = None
         return True
 
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._stats = replace(self._stats, failed=self._stats.failed + 1)
+
     def _skip(self, step: int) -> None:
         assert self._write is not None
         self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
-        before = self._write
-        self._say(
+        self._say_once(
             "skipped",
-            f"the checkpoint of step {step} is skipped, since that of step {before.part.step} is "
-            f"being written for {time.perf_counter() - before.start:.1f} s now: save less often, "
-            "or to a faster disk. (Said once; stats() counts.)",
+            f"the checkpoint of step {step} is skipped, since that of step "
+            f"{self._write.part.step} is still being written after "
+            f"{time.perf_counter() - self._write.start:.1f} s: save less often, or to a faster "
+            "disk. (Said once; stats() counts.)",
         )
 
     def _collect(self) -> None:
-        """Takes over what the thread has left, if it is done."""
+        """Take over what the thread has done, if it has ended."""
         write = self._write
         if write is None or write.thread.is_alive():
             return
         self._write = None
-        atexit.unregister(write.at_exit)
-        stats = self._stats
-        seconds = stats.write_seconds + write.seconds
-        self._error = write.error
+        seconds = self._stats.write_seconds + write.seconds
+        self._stats = replace(self._stats, write_seconds=seconds)
         if write.written is None:
-            self._stats = replace(stats, failed=stats.failed + 1, write_seconds=seconds)
+            assert write.error is not None
+            self._fail(write.error)
             return
         self._stats = replace(
-            stats,
-            saved=stats.saved + 1,
+            self._stats,
+            saved=self._stats.saved + 1,
             last_step=write.part.step,
-            write_seconds=seconds,
             size_bytes=write.written.size_bytes,
         )
-        if write.written.left:
-            self._say("left", f"{describe_left(write.written)}. (Said once.)")
+        if write.written.not_removed is not None:
+            self._say_once("not removed", f"{describe_not_removed(write.written)}. (Said once.)")
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._warn(text, stacklevel=4)
-
-    def _warn(self, text: str, *, stacklevel: int) -> None:
+    def _say_once(self, what: str, text: str) -> None:
+        if what in self._said:
+            return
+        self._said.add(what)
         if self._tell is None:
-            warnings.warn(text, stacklevel=stacklevel)
+            warnings.warn(text, stacklevel=4)
         else:
             self._tell(text)
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 class _Write:
-    """A thread that writes one state; `written` and `error` are to be read when it has ended."""
+    """A thread that writes one state; `written` and `error` are set when it has ended."""
 
-    def __init__(
-        self, directory: Path, encoded: Encoded, part: Manifest, *, keep: int | None, shared: bool
-    ) -> None:
+    def __init__(self, directory: Path, state: object, part: Manifest, *, keep: int | None) -> None:
         self.part = part
         self.written: Written | None = None
         self.error: Exception | None = None
@@ -309,34 +283,36 @@ class _Write:
 
         def write() -> None:
             try:
-                self.written = commit(directory, encoded, part, keep=keep, shared=shared)
+                self.written = commit(directory, state, part, keep=keep)
             except Exception as error:
                 self.error = error
             finally:
                 self.seconds = time.perf_counter() - self.start
 
-        # A daemon: a disk that hangs must not keep a process from ending.
-        self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint", daemon=True)
+        # Not a daemon: a process that ends without `close` still has its last checkpoint.
+        self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint")
         self.thread.start()
-        atexit.register(self.at_exit)
-
-    def at_exit(self) -> None:
-        self.thread.join(_EXIT_SECONDS)
 
 
-def _copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, in the buffers of the last time where they fit."""
-    copies: dict[str, Tensor] = {}
-    devices = set()
-    for name, tensor in tensors.items():
-        copy = buffers.get(name)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-            )
-        copies[name] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+class _Copies:
+    """Copies tensors to the CPU, into the buffers of the last time where they fit."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = iter(buffers)
+        self._devices: set[torch.device] = set()
+        self.made: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        buffer = next(self._buffers, None)
+        wanted = (tensor.shape, tensor.stride(), tensor.dtype)
+        if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != wanted:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         if tensor.is_cuda:
-            devices.add(tensor.device)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
+            self._devices.add(tensor.device)
+        self.made.append(buffer.copy_(tensor, non_blocking=tensor.is_cuda))
+        return buffer
+
+    def finish(self) -> None:
+        """Wait for copies from devices."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()

@@ -1,6 +1,5 @@
 """Saving what a rank needs to go on, and going on from it."""
 
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +82,6 @@ class Checkpoints:
         self._emit = emit
         self._saver: checkpoint.Saver | None = None
         self._last = self._base = 0
-        self._attempt = ""
 
     def resume(self) -> LoopState:
         """Brings everything where the checkpoint of `resume_step` has it; a collective.
@@ -131,7 +129,7 @@ class Checkpoints:
             self._base = carried["base"]
             # The others have saved what was due before.
             self._last = self._strategy.checkpoint_label(loop_state.metrics["steps"]) + self._base
-            self._open(carried["attempt"])
+            self._open()
             return
         if loop_state is not None:
             self._last = self._config.resume_step or 0
@@ -140,19 +138,18 @@ class Checkpoints:
             return
         strategy = self._strategy
         label = 0 if loop_state is None else strategy.checkpoint_label(loop_state.metrics["steps"])
-        all_labels = strategy.agree([secrets.token_hex(8), label])
+        all_labels = strategy.agree(label)
         if loop_state is not None:
             # Labels rise, also where ranks of another number make fewer steps, and are the same on
             # all: none is due before the furthest rank reaches a new one.
-            highest = max(label for _, label in all_labels)
+            highest = max(all_labels)
             self._base = max(0, self._last - highest)
             self._last = highest + self._base
-        # Who never meets has nothing that would belong to another start.
-        self._open(all_labels[0][0] if strategy.meets else "")
+        self._open()
 
     def carried(self) -> dict[str, Any]:
         """What one who joins has to know to save parts of the same checkpoints."""
-        return {"attempt": self._attempt, "base": self._base}
+        return {"base": self._base}
 
     def after_step(self, steps: int, loop_state: Callable[[], LoopState]) -> None:
         """Saves, if that is due."""
@@ -219,16 +216,14 @@ class Checkpoints:
                 f"{stats.skipped}"
             )
 
-    def _open(self, attempt: str) -> None:
+    def _open(self) -> None:
         if self._config.checkpoint_every is None:
             return
-        self._attempt = attempt
         self._saver = checkpoint.Saver(
             self._directory,
             rank=self._rank,
             world_size=self._world_size,
             run=self._config.run_name or "",
-            attempt=attempt,
             keep=self._config.keep_checkpoints,
             tell=lambda text: self._emit(
                 {"event": "checkpoint", "text": f"rank {self._rank}: {text}"}
@@ -321,8 +316,8 @@ def begin_from_consensus(
         return None
     step, directory = config.resume_step, run_dir.checkpoints
     assert step is not None, "the front door has chosen one"
-    ranks = checkpoint.members(directory, step=step, run=config.run_name)
-    before = checkpoint.manifest(directory, rank=ranks[0], step=step).world_size
+    found = checkpoint.find(directory, step=step, run=config.run_name)
+    ranks, before = found.members, found.world_size
     if ranks == tuple(range(world_size)) and before == world_size:
         return None
     if not config.traits.communicates:
@@ -339,7 +334,7 @@ def begin_from_consensus(
 
     def read() -> Iterator[Mapping[str, Any]]:
         for one in ranks:
-            state = checkpoint.load(directory, rank=one, step=step)
+            state = checkpoint.load(directory, rank=one, step=step, mmap=True)
             loops[one] = state["loop"]
             changed.append(edited(config, state))
             yield state

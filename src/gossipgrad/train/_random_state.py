@@ -21,8 +21,13 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),  # noqa: NPY002  (whatever user code draws from)
+        "numpy": _plain(np.random.get_state(legacy=True)),  # noqa: NPY002  (as user code may)
     }
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    kind, keys, *others = state
+    return kind, torch.from_numpy(keys.astype(np.int64)), *others
 
 
 def load_random_state(state: dict[str, Any], device: torch.device) -> None:
@@ -32,4 +37,5 @@ def load_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["device"], device)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
+    kind, keys, *others = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *others))  # noqa: NPY002

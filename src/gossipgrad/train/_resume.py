@@ -62,16 +62,15 @@ def reopen(
     hold(run_dir)
     config = dataclasses.replace(config, run_name=config.run_name or saved.run_name)
     _check_alike(config, saved, run_dir.path)
-    step = config.resume_step
     try:
-        checkpoint.members(run_dir.checkpoints, step=step, run=config.run_name)
+        step = checkpoint.find(
+            run_dir.checkpoints, step=config.resume_step, run=config.run_name
+        ).step
     except ValueError as error:
         raise ValueError(
             f"{run_dir.path} cannot be resumed: {error}. A run saves checkpoints with "
             "--checkpoint-every, and --resume-step names one."
         ) from error
-    if step is None:
-        step = checkpoint.steps(run_dir.checkpoints, run=config.run_name)[-1]
     if others := other_versions(_noted_versions(run_dir)):
         warnings.warn(
             f"the run in {run_dir.path} was made with {others}: the result may differ in the "
