@@ -48,7 +48,7 @@ def test_checkpoints_of_another_run_are_not_exported(run, tmp_path, capsys):
 
 def test_what_cannot_be_written(run, tmp_path, capsys):
     out = str(tmp_path / "model.safetensors")
-    (run / "checkpoints" / "step-000000020" / "rank-0001" / "manifest.json").unlink()
+    (run / "checkpoints" / "step-000000020" / "rank-0001.json").unlink()
     for arguments, named in [
         ([str(run), out, "--step", "20"], "step 20"),
         ([str(tmp_path / "nowhere"), out], "nowhere"),

@@ -11,7 +11,7 @@ __all__ = ["assert_same_runs", "metrics_of", "state_of"]
 
 TIMES = (
     *("seconds", "exposed_seconds", "mixing_seconds", "train_seconds", "step_seconds"),
-    *("samples_per_second"),
+    "samples_per_second",
 )
 
 
@@ -32,14 +32,12 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     # A stop takes an evaluation more; in the others are times.
     left_out = ("first", "before")
     strategy = {k: v for k, v in strategy.items() if k not in left_out}
-    batches = state["batches"] and state["batches"]["shuffle"]
     return {
         **state,
         "options": {**state["options"], "run_name": None},
         "loop": {**loop, "metrics": metrics},
         "session": session and session_of_training(session),
         "strategy": strategy,
-        "batches": batches,
     }
 
 

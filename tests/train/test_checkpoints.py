@@ -55,7 +55,6 @@ class Rank:
             model=self.model,
             optimizers=[torch.optim.SGD(self.model.parameters(), lr=0.1)],
             strategy=self.strategy,
-            batches=NoBatches(),
             device=torch.device("cpu"),
             emit=self.events.append,
         )

@@ -81,17 +81,16 @@ def play(tmp_path):
 
 
 def full_disk(monkeypatch, steps):
-    """The disk takes half a file of rank 1 and no more, at these steps."""
-    write = _save.write_file
+    """The disk takes no file of rank 1 at these steps."""
+    write = _save.write_whole
 
-    def write_file(path, chunks):
-        of_step = int(path.parent.parent.name.removeprefix("step-"))
-        if path.parent.name == "rank-0001" and of_step in steps and path.suffix == ".safetensors":
-            path.write_bytes(bytes(1000))
+    def write_whole(path, content):
+        of_step = int(path.parent.name.removeprefix("step-"))
+        if path.name == "rank-0001.pt" and of_step in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, chunks)
+        return write(path, content)
 
-    monkeypatch.setattr(_save, "write_file", write_file)
+    monkeypatch.setattr(_save, "write_whole", write_whole)
 
 
 def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(play, monkeypatch):
@@ -103,7 +102,7 @@ def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(play, 
     (told,) = texts[1]
     assert told.startswith("rank 1: a checkpoint could not be saved into")
     assert "No space left on device" in told
-    assert "Training goes on, and the checkpoint before stays." in told
+    assert "Training continues, and the previous checkpoint stays." in told
     (note,) = [note for note in results[1].notes if "could not be saved" in note]
     # Those of 12, 16, 20 and 24.
     assert note.startswith("checkpoints that could not be saved: 4, the last one because of [Errno")
@@ -111,7 +110,7 @@ def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(play, 
     for rank in range(RANKS):
         for step in (4, 8):
             assert checkpoint.load(run_dir.checkpoints, rank=rank, step=step)["session"]
-    assert not list(run_dir.checkpoints.glob("step-*[12]*/rank-0001/*.safetensors"))
+    assert not list(run_dir.checkpoints.glob("step-*[12]*/rank-0001.pt"))
 
     before = [load_file(run_dir.rank_model(rank)) for rank in range(RANKS)]
     monkeypatch.undo()
@@ -138,7 +137,7 @@ def test_a_file_that_is_damaged_on_one_rank_is_named_on_all(play):
     """Nobody waits for the rank that cannot read its own."""
     begin, go_on, run_dir = play
     begin()
-    newest = run_dir.checkpoints / "step-000000024" / "rank-0001" / "state.safetensors"
+    newest = run_dir.checkpoints / "step-000000024" / "rank-0001.pt"
     whole = bytearray(newest.read_bytes())
     whole[-1] ^= 1
     newest.write_bytes(whole)

@@ -103,7 +103,7 @@ def test_overwrite_removes_checkpoints_and_nothing_beside_them(tmp_path):
     write_config(run_dir)
     checkpoint.save(run_dir.checkpoints, {}, rank=0, world_size=1, step=10)
     mine = [
-        run_dir.checkpoints / "step-000000010" / "rank-0000" / "note.txt",
+        run_dir.checkpoints / "step-000000010" / "note.txt",
         run_dir.checkpoints / "step-1",
         run_dir.checkpoints / "step-best" / "state.json",
     ]

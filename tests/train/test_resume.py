@@ -95,16 +95,15 @@ def test_a_run_goes_on_with_other_threads_and_another_device(alone):
 
 def test_a_checkpoint_is_not_written_through_a_link(alone, tmp_path):
     alone("run", epochs=1, keep_checkpoints=9)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "state.json").write_text("of somebody else")
+    precious = tmp_path / "precious"
+    precious.write_text("of somebody else")
     alone("run", resumes=True, resume_step=7)  # and step 14 is removed
-    link = tmp_path / "run" / "checkpoints" / "step-000000014" / "rank-0000"
+    link = tmp_path / "run" / "checkpoints" / "step-000000014" / "rank-0000.pt"
     shutil.rmtree(link.parent, ignore_errors=True)
     link.parent.mkdir()
-    link.symlink_to(elsewhere)
+    link.symlink_to(precious)
     alone("run", resumes=True, resume_step=7)
-    assert [path.name for path in elsewhere.iterdir()] == ["state.json"]
+    assert precious.read_text() == "of somebody else"
     assert not link.is_symlink()
     assert checkpoint.load(link.parents[1], rank=0, step=14) is not None
 
@@ -123,7 +122,7 @@ def test_resuming_is_refused_with_the_reason(alone, tmp_path):
         reopen(dataclasses.replace(saved, batch_size=8))
     with pytest.raises(ValueError, match="leave --out out, or copy the folder"):
         reopen(dataclasses.replace(saved, out=tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"no checkpoint of step 8 .* there are 21, 23"):
+    with pytest.raises(ValueError, match=r"no checkpoint of step 8 .* 21, 23"):
         reopen(dataclasses.replace(saved, resume_step=8))
     with pytest.raises(ValueError, match=r"cannot read .*config.json.*; name the config.json"):
         config_of_run(tmp_path / "nowhere")
@@ -151,12 +150,12 @@ def test_an_edited_configuration_is_not_resumed_as_another_run(alone, tmp_path, 
 
 def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(alone, tmp_path):
     _, run_dir = alone("run", epochs=1)
-    (newest,) = (run_dir.checkpoints / "step-000000023" / "rank-0000").glob("*.safetensors")
+    newest = run_dir.checkpoints / "step-000000023" / "rank-0000.pt"
     whole = newest.read_bytes()
     newest.write_bytes(whole[:-1])
     ended(run_dir)
     before = files_of(run_dir)
-    with pytest.raises(ValueError, match=r"step 23 cannot be resumed: .*safetensors.*21"):
+    with pytest.raises(ValueError, match=r"step 23 cannot be resumed: .*rank-0000.*21"):
         alone("run", resumes=True, log_every=3)
     run_dir.remove_partial()  # as whoever starts it does
     assert files_of(run_dir) == before, "what it had come to, its options and its metrics stay"
@@ -166,11 +165,11 @@ def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(alone, tmp_pat
 
 def test_a_newer_checkpoint_is_not_passed_over_for_its_manifest(alone):
     _, run_dir = alone("run", epochs=1)
-    manifest = run_dir.checkpoints / "step-000000023" / "rank-0000" / "manifest.json"
+    manifest = run_dir.checkpoints / "step-000000023" / "rank-0000.json"
     manifest.write_text("")
     ended(run_dir)
     before = files_of(run_dir)
-    reason = r"step-000000023/rank-0000/manifest.json is damaged.* are 21\..*--resume-step"
+    reason = r"step-000000023/rank-0000.json is damaged.* 21.*--resume-step"
     with pytest.raises(ValueError, match=reason):
         alone("run", resumes=True)
     assert files_of(run_dir) == before
@@ -181,8 +180,8 @@ def test_a_newer_checkpoint_is_not_passed_over_for_its_manifest(alone):
 @pytest.mark.parametrize("resume_step", [None, 23])
 def test_a_damaged_checkpoint_is_not_taken_for_none(alone, resume_step):
     _, run_dir = alone("run", epochs=1, keep_checkpoints=1 if resume_step is None else 2)
-    (run_dir.checkpoints / "step-000000023" / "rank-0000" / "manifest.json").write_text("")
-    with pytest.raises(ValueError, match=r"step-000000023/rank-0000/manifest.json is damaged"):
+    (run_dir.checkpoints / "step-000000023" / "rank-0000.json").write_text("")
+    with pytest.raises(ValueError, match=r"step-000000023/rank-0000.json is damaged"):
         alone("run", resumes=True, resume_step=resume_step)
 
 
@@ -226,7 +225,7 @@ def test_checkpoints_of_another_run_are_refused(alone, tmp_path):
         reopen(named)
     assert TrainConfig.from_file(one.config).run_name is None, "--config begins another run"
     taken = dataclasses.replace(named.resolved(nproc=1, out=one.path), resume_step=23)
-    with pytest.raises(ValueError, match=r"checkpoint of step 23 .* it is of run "):
+    with pytest.raises(ValueError, match=r"checkpoint of step 23 .* is of run "):
         train_alone(taken, one)
 
 
