@@ -1,3 +1,5 @@
+import json
+import re
 import runpy
 import sys
 from dataclasses import fields
@@ -217,6 +219,27 @@ def test_demo_is_refused_where_the_world_is_given(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["demo"]) == 2
     assert "torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_demo_trains_both_ways_over_slow_links_and_says_what_that_gains(tmp_path, capfd):
+    options = ["--nproc", "2", "--epochs", "1", "--mbit-per-second", "50"]
+    assert cli.main(["demo", *options, "--out", str(tmp_path)]) == 0
+    *_, verdict, page = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"gossip takes \d+\.\d\d of all-reduce's time a step, and its accuracy is "
+        r"\d+\.\d\d points (higher|lower)",
+        verdict,
+    )
+    assert Path(page.removeprefix("side by side: ")).stat().st_size > 0
+    reduced = json.loads((tmp_path / "allreduce" / "summary.json").read_text())
+    assert reduced["exposed_seconds_per_step"] >= 8 * 4 * 26_122 / 50e6, "every step waits"
+
+
+def test_demo_needs_links_of_some_speed(tmp_path, capsys):
+    assert cli.main(["demo", "--mbit-per-second", "0", "--out", str(tmp_path / "demo")]) == 2
+    assert "0.0, but must be above 0" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
 
 
 def test_demo_replaces_no_run_of_another_command(tmp_path, capsys):

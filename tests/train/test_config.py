@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train import AllReduceConfig, GossipConfig, PostLocalConfig, TrainConfig
 from gossipgrad.train._check import check
 
 VERSIONS = {"python": "3"}
@@ -164,6 +164,13 @@ def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
 @pytest.mark.parametrize("script", ["", " ; "])
 def test_a_script_without_faults_is_none(script):
     assert GossipConfig(faults=script).faults is None
+    assert AllReduceConfig(faults=script).faults is None
+
+
+@pytest.mark.parametrize("script", ["drop rank=0 round=1", "kill rank=0 round=1"])
+def test_all_reduce_takes_delays_alone(script):
+    with pytest.raises(ValueError, match="--strategy gossip"):
+        AllReduceConfig(faults=f"delay rank=1 round=0 seconds=0.5; {script}")
 
 
 def test_missing_file_names_the_way_out(tmp_path):

@@ -313,6 +313,15 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path):
                 options={"gossip": GossipConfig(faults="kill rank=3 round=1")},
             )
         )
+    with pytest.raises(ValueError, match="faults name rank 2, but there are ranks 0 to 1 alone"):
+        run(
+            config(
+                tmp_path / "f",
+                nproc=2,
+                strategy="allreduce",
+                options={"allreduce": {"faults": "delay rank=2 round=1 seconds=1"}},
+            )
+        )
     with pytest.raises(ValueError, match="leave mode='overlap'"):
         run(
             config(

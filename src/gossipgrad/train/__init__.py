@@ -22,6 +22,7 @@ from ._world import find_world as find_world
 from ._world import open_store as open_store
 from ._world import slurm_rendezvous as slurm_rendezvous
 from .strategies import STRATEGIES as STRATEGIES
+from .strategies import AllReduceConfig as AllReduceConfig
 from .strategies import GossipConfig as GossipConfig
 from .strategies import PostLocalConfig as PostLocalConfig
 from .strategies import SparseConfig as SparseConfig

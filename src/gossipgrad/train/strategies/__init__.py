@@ -1,5 +1,6 @@
 """The ways to keep replicas together: one file a strategy, and one line of `_registry.py`."""
 
+from ._all_reduce import AllReduceConfig as AllReduceConfig
 from ._gossip import GossipConfig as GossipConfig
 from ._post_local import PostLocalConfig as PostLocalConfig
 from ._registry import SECOND_ORDER_SECTION as SECOND_ORDER_SECTION

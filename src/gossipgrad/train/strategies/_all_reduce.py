@@ -1,17 +1,44 @@
 """Gradients averaged in every step by DistributedDataParallel."""
 
 import threading
-from time import perf_counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter, sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from gossipgrad.comm import Faults
+from gossipgrad.train._options import check_fields, make_plain
+
 from ._lockstep import Lockstep
-from ._strategy import Replica, Setting, Strategy, ring_bytes
+from ._strategy import Replica, Setting, Strategy, check_ranks, ring_bytes
 
 ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceConfig:
+    """How gradients are averaged; used by `strategy` allreduce alone."""
+
+    faults: str | None = None
+    """Delays to try the run with, by rank and step from 0: "delay rank=1 rounds=20-29
+    seconds=0.05", several with ; between. All ranks wait for the longest of a step, since every
+    rank's part passes over every link."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        faults = Faults.parse(self.faults or "")
+        if faults.drops or faults.kills:
+            raise ValueError(
+                f"faults is {self.faults!r}, but an all-reduce with a lost part or rank ends the "
+                "run; give delays alone, or take --strategy gossip."
+            )
+        if not faults.ranks:
+            object.__setattr__(self, "faults", None)
 
 
 class AllReduce(Lockstep):
@@ -30,11 +57,24 @@ class AllReduce(Lockstep):
     after the first step, by the order in which gradients came: a run that is resumed would take its
     first step with other messages than one that was not, and where three ranks or more add up, the
     last bits go by an element's place in its message.
+
+    Args:
+        model: The replica.
+        stop: Set when the run is to stop.
+        delays: By step from 0, the least seconds from when the last gradients of a step are handed
+            over to when their average is there.
     """
 
-    def __init__(self, model: nn.Module, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stop: threading.Event,
+        delays: Mapping[int, float] | None = None,
+    ) -> None:
         super().__init__(model, stop)
         self._handed_over_seconds: float | None = None
+        self._delays = delays or {}
+        self._step = 0
         self._wrap(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -58,7 +98,22 @@ class AllReduce(Lockstep):
         self._bytes_sent += ring_bytes(bucket.buffer().nbytes, self._world_size)
         group = dist.group.WORLD
         assert group is not None
-        return allreduce_hook(group, bucket)
+        reduced = allreduce_hook(group, bucket)
+        seconds = self._delays.get(self._step, 0.0)
+        if not seconds or not bucket.is_last():
+            return reduced
+        due_seconds = self._handed_over_seconds + seconds
+
+        def late(future: torch.futures.Future[Tensor]) -> Tensor:
+            sleep(max(0.0, due_seconds - perf_counter()))
+            return future.value()
+
+        return reduced.then(late)
+
+    def should_stop(self, step: int, *, is_asked: bool) -> bool:
+        """Whether all stop before the step; see `RunningStrategy.should_stop`."""
+        self._step = step - 1
+        return super().should_stop(step, is_asked=is_asked)
 
     def _finish_backward(self) -> None:
         if self._handed_over_seconds is not None:
@@ -72,10 +127,23 @@ class AllReduceStrategy(Strategy):
     name = "allreduce"
     help = "DistributedDataParallel"
     bytes_are = ALL_REDUCED
+    section = "allreduce"
+    options_type = AllReduceConfig
+    may_change_on_resume = frozenset({"faults"})
 
-    def build(self, replica: Replica, setting: Setting, options: None) -> AllReduce:
+    def check(self, options: AllReduceConfig, setting: Setting) -> None:
+        """Refuse faults of ranks that there are not."""
+        check_ranks(options.faults, setting.world_size)
+
+    def build(self, replica: Replica, setting: Setting, options: AllReduceConfig) -> AllReduce:
         """Begin to average gradients."""
-        return AllReduce(replica.model, replica.stop)
+        delays: dict[int, float] = {}
+        for (_, step), seconds in Faults.parse(options.faults or "").delays.items():
+            delays[step] = max(seconds, delays.get(step, 0.0))
+        running = AllReduce(replica.model, replica.stop, delays)
+        if options.faults is not None:
+            running.notes.append(f"faults by script: {options.faults}")
+        return running
 
 
 def _settle_buckets(parallel: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:

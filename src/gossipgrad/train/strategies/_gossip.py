@@ -13,7 +13,7 @@ from gossipgrad.decentralized import check_settings, resolve_compress
 from gossipgrad.train._options import check_at_least, check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip
-from ._strategy import GROUP, Replica, Setting, Strategy
+from ._strategy import GROUP, Replica, Setting, Strategy, check_ranks
 
 _WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
 
@@ -119,12 +119,7 @@ class GossipStrategy(Strategy):
         )
         if options.topology is not None:
             topology.by_name(options.topology, setting.world_size, seed=setting.seed)
-        faulty = max(Faults.parse(options.faults or "").ranks, default=0)
-        if faulty >= setting.world_size:
-            raise ValueError(
-                f"faults name rank {faulty}, but there are ranks 0 to {setting.world_size - 1} "
-                "alone; name one of these, or start more processes."
-            )
+        check_ranks(options.faults, setting.world_size)
 
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
         """Of the waits and their absence, one; and state that there is none of."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.checkpoint import model_tensors
-from gossipgrad.comm import Group, Heartbeats
+from gossipgrad.comm import Faults, Group, Heartbeats
 from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
@@ -340,6 +340,20 @@ def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) 
         final=final,
         weights=model_tensors(model) if final else {},
     )
+
+
+def check_ranks(faults: str | None, world_size: int) -> None:
+    """Refuse a script that names ranks beyond the run's.
+
+    Raises:
+        ValueError: It does.
+    """
+    named = max(Faults.parse(faults or "").ranks, default=0)
+    if named >= world_size:
+        raise ValueError(
+            f"faults name rank {named}, but there are ranks 0 to {world_size - 1} alone; name one "
+            "of these, or start more processes."
+        )
 
 
 def ring_bytes(size_bytes: int, world_size: int) -> int:
