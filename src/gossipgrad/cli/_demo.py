@@ -13,9 +13,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gossipgrad import data, models
+from gossipgrad import data
 from gossipgrad.trace import write_report
-from gossipgrad.train import Outcome, TrainConfig, find_world, run
+from gossipgrad.train import Outcome, TrainConfig, build_model, find_world, run
 
 # Says that the runs beside it are of a demo, and may be replaced.
 _MARKER = ".gossipgrad-demo"
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
 def _sent_bytes(config: TrainConfig, strategy: str) -> float:
     """What a worker sends in a step: its weights, or its part of a ring all-reduce."""
     with torch.device("meta"):
-        model = models.build(config.model, data.info(config.data))
+        model = build_model(config.model, data.info(config.data))
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     workers = config.nproc or 1
     return size_bytes * (min(workers - 1, 1) if strategy == "gossip" else 2 * (1 - 1 / workers))
