@@ -101,7 +101,7 @@ def test_a_sparse_step_of_even_ranks_is_that_of_the_plan(p):
     assert plan.names == RESNET.names
 
 
-def test_stale_gossip_never_waits_and_skips_rounds_that_its_link_cannot_carry():
+def test_stale_gossip_never_waits_and_skips_rounds_for_which_its_link_has_no_time():
     workers = Workers(jitter=0.1, stragglers=1, straggler_factor=5.0)
     slow, fast = (
         gg.predict(

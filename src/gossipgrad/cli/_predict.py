@@ -54,7 +54,7 @@ class PredictOptions:
     latency: str | None = None
     """What an empty message takes; None: 50us."""
     network: Path | None = None
-    """A file that `gossipgrad probe --out` wrote, in place of --bandwidth and --latency."""
+    """A file that `gossipgrad probe --out` wrote, instead of --bandwidth and --latency."""
     jitter: float = 0.1
     """Spread of a step's compute from step to step, relative to itself."""
     stragglers: int = 0

@@ -138,7 +138,7 @@ def _take_part(options: ProbeOptions, world: World) -> int:
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
     if world.rank == 0:
         _tell(found, options, hosts)
-    group.barrier()  # nobody leaves while others still hear the last of it
+    group.barrier()  # nobody leaves while others still receive
     group.close()
     return 0
 

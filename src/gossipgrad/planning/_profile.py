@@ -86,7 +86,7 @@ class Profile:
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"profile {self.name!r} has a time of {seconds!r}: give 0 or more")
         if not self.compute_seconds > 0:
-            raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
+            raise ValueError(f"profile {self.name!r} takes no time at all: record it again")
 
     @property
     def compute_seconds(self) -> float:
@@ -189,7 +189,7 @@ class Profile:
         if value.get("version") != _VERSION:
             raise ValueError(
                 f"a profile of version {value.get('version')!r}, this reads version {_VERSION}: "
-                "record it anew"
+                "record it again"
             )
         rest = {k: v for k, v in value.items() if k not in ("format", "version", "parameters")}
         try:

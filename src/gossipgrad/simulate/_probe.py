@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -141,7 +141,9 @@ def probe(
             channel.close(0.5)
         left_seconds = budget_seconds * (1 - _SHARE_OF_EXCHANGES)
         reduces = _measure_all_reduce(group, sizes_bytes, left_seconds, timeout_seconds, clock)
-        return _fitted(group.world_size, group.all_gather_object(mine), reduces)
+        plain = [(one.ranks, one.size_bytes, one.seconds) for one in mine]
+        gathered = [row for rows in group.all_gather_object(plain) for row in rows]
+        return _fitted(group.world_size, gathered, reduces)
     except BaseException:
         group.close()  # the others must not wait for this one
         raise
@@ -281,13 +283,16 @@ def _measure_all_reduce(
     return found
 
 
-def _fitted(world_size: int, gathered: list[list[Measured]], reduces: list[Measured]) -> Probe:
+def _fitted(
+    world_size: int, rows: Sequence[tuple[Sequence[int], int, float]], reduces: list[Measured]
+) -> Probe:
+    """The costs, of rows of a pair, bytes and seconds, and of the figures of all-reduces."""
     both_ends: dict[tuple[tuple[int, ...], int], list[float]] = {}
-    for one in (one for of_rank in gathered for one in of_rank):
-        both_ends.setdefault((one.ranks, one.size_bytes), []).append(one.seconds)
+    for pair, size, seconds in rows:
+        both_ends.setdefault((tuple(pair), size), []).append(seconds)
     exchanges = [
-        Measured("exchange", pair, size, sum(seconds) / len(seconds))
-        for (pair, size), seconds in sorted(both_ends.items())
+        Measured("exchange", pair, size, sum(of_ends) / len(of_ends))
+        for (pair, size), of_ends in sorted(both_ends.items())
     ]
     by_pair: dict[tuple[int, int], list[Measured]] = {}
     for one in exchanges:
