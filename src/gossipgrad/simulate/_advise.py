@@ -132,7 +132,7 @@ def _candidates(optimizer: str) -> list[_Candidate]:
         sync = sync.replace("optimizer", "gg.GossipAdamW(...)", 1)
     ways: list[tuple[str, Strategy, str]] = [
         (ddp, AllReduce(), yours),
-        (f"{ddp}, fp16_compress_hook", AllReduce(name="allreduce, fp16", element_bytes=2), yours),
+        (f"{ddp} with fp16_compress_hook", AllReduce(name="allreduce, fp16", element_bytes=2), yours),
         ("gg.gossip(model, optimizer)", Gossip(), rate),
         (
             "gg.gossip(model, optimizer, wire_dtype=torch.bfloat16)",
@@ -352,7 +352,8 @@ def _reasons(
     said.append(f"Learning rate: {best.rate}.")
     if second is not None:
         times = second.prediction.step_seconds / step
-        said.append(f"Second best: {second.settings}, with a step {times:.3g} times as long.")
+        longer = f"{times:.3g} times as long" if times > 1 + _EQUAL else "about as long"
+        said.append(f"Second best: {second.settings}, with a step {longer}.")
     others = [c for c in ordered if c.prediction.step_seconds < (1 - _EQUAL) * step]
     if known := [choice for choice in others if choice.loss is not None]:
         said.append(
