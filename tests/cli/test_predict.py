@@ -43,10 +43,9 @@ from gossipgrad.train import Job
 
 
 def points():
-    data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
-    return Job(
-        model=torch.nn.Linear(8, 1), train=data, test=data, loss=torch.nn.functional.mse_loss
-    )
+    data = TensorDataset(torch.randn(40, 8), torch.randint(3, (40,)))
+    loss = torch.nn.functional.cross_entropy
+    return Job(model=torch.nn.Linear(8, 3), train=data, test=data, loss=loss)
 
 
 def own():

@@ -82,5 +82,5 @@ def test_a_run_is_served_until_ctrl_c(write_run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("more", [["other"], ["--out", "page.html"]])
 def test_one_run_is_served_and_written_nowhere(write_run, more, capsys):
-    assert cli.main(["report", write_run("run"), "--serve", *more]) == 2
+    assert cli.main(["report", "--serve", write_run("run"), *more]) == 2
     assert "one folder" in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """What commands share: how options are parsed, text is printed, and files are written."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +54,14 @@ def write_json(option: str, path: Path, value: Any) -> None:
     Raises:
         ValueError: The file cannot be written.
     """
-    try:
+    with writing(option, path):
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Inside, an error of the file system is a `ValueError` with the option and the file."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"cannot write {option} {path}: {error.strerror or error}") from error

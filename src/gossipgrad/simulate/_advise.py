@@ -132,7 +132,11 @@ def _candidates(optimizer: str) -> list[_Candidate]:
         sync = sync.replace("optimizer", "gg.GossipAdamW(...)", 1)
     ways: list[tuple[str, Strategy, str]] = [
         (ddp, AllReduce(), yours),
-        (f"{ddp} with fp16_compress_hook", AllReduce(name="allreduce, fp16", element_bytes=2), yours),
+        (
+            f"{ddp} with fp16_compress_hook",
+            AllReduce(name="allreduce, fp16", element_bytes=2),
+            yours,
+        ),
         ("gg.gossip(model, optimizer)", Gossip(), rate),
         (
             "gg.gossip(model, optimizer, wire_dtype=torch.bfloat16)",
