@@ -10,8 +10,6 @@ _ROOMS = {
     "SudaStats": "muon",
     "suda": "muon",
     "advise": "simulate",
-    "predict": "simulate",
-    "simulate": "simulate",
     "apoptosis": "apoptosis",
     "Neurons": "apoptosis",
     "ShrinkPlan": "apoptosis",

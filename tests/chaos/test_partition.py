@@ -7,12 +7,13 @@ import pytest
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub
+from support.deaths import take_for_dead
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
 from support.storm import Storm, StormyTransport
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
-HEARTBEATS = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=1.0)
+HEARTBEATS = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=NEVER_SECONDS)
 
 
 class OutOfReach:
@@ -57,7 +58,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             step += 1
 
         def train_until(condition):
-            until(lambda: train() or condition(), 50.0)
+            until(lambda: train() or condition())
 
         evicted = pytest.raises(gg.EvictedError, match=f"rank {rank} was taken for dead")
         with (
@@ -79,6 +80,9 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             watch = session._members.watch
             if not here:
                 watch._store = OutOfReach(watch._store)
+            if rank == 0:  # it would see no sign of life of these
+                take_for_dead(session, 2)
+                take_for_dead(session, 3)
             train_until(lambda: session.membership.living == (0, 1) if here else watch.store_lost)
             delivered = session.stats().outcomes["delivered"]
             train_until(lambda: session.stats().outcomes["delivered"] > delivered + 3)
@@ -132,7 +136,7 @@ def test_silent_partners_may_hold_all_snapshots_of_mode_stale_and_steps_go_on():
             stuck = delivered_in(10) if rank < 2 else 0
             healed.wait(HANG_SECONDS)
             storm.heal()
-            until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3, 50.0)
+            until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3)
         return stuck
 
     assert run_ranks(3, rank_main)[:2] == [0, 0]

@@ -109,7 +109,7 @@ def test_a_storm_leaves_survivors_sound(seed, caplog):
     if storm.topology != "dissemination":
         check_pairs(found, survivors, given_up(caplog), storm)
     check_mean(found, len(storm.dead) + len(given_up(caplog)), storm)
-    until_none_but(before, 5.0)
+    until_none_but(before)
 
 
 def check_counts(stats, spans, storm):

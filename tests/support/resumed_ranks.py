@@ -97,7 +97,7 @@ def _patience() -> Iterator[None]:
     real = checkpoint.Saver.save
 
     def save(self: checkpoint.Saver, state: Any, **options: Any) -> bool:
-        return real(self, state, **options | {"wait_seconds": 50.0})
+        return real(self, state, **options | {"wait_seconds": HANG_SECONDS})
 
     with mock.patch.object(checkpoint.Saver, "save", save):
         yield

@@ -31,12 +31,14 @@ class One:
         membership: What it knows of the members.
         batches: Its batches.
         trained: The samples that it was given, in their order, by the epoch that they are of.
+        has_left: Whether it has left in order.
     """
 
     def __init__(self, run: "Run", rank: int, membership: Membership) -> None:
         self.rank = rank
         self.membership = membership
         self.trained: dict[int, list[list[int]]] = {}
+        self.has_left = False
         self.batches = ElasticBatches(
             samples=run.samples, member=self, store=run.store, **run.settings
         )
@@ -59,6 +61,7 @@ class One:
 
     def leave(self) -> None:
         """In order: it tells what it has used."""
+        self.has_left = True
         self._iterators.clear()
         self.batches.close()
 
@@ -82,7 +85,7 @@ class Run:
             torch.zeros(samples, 1), torch.arange(samples), augmentation=_epoch_of
         )
         self.store = dist.HashStore() if store is None else store
-        usual = {"batch_size": 2, "seed": 3, "chunk_batches": 2, "patience_seconds": 60.0}
+        usual = {"batch_size": 2, "seed": 3, "chunk_batches": 2, "patience_seconds": HANG_SECONDS}
         self.settings = {**usual, **settings}
         self.settings["world_size"] = world_size
         self.membership = Membership(generation=0, living=tuple(range(world_size)))
@@ -117,6 +120,12 @@ class Run:
         """Some ranks take up the newest generation."""
         for rank in ranks:
             self.ranks[rank].membership = self.membership
+
+    def settle(self) -> None:
+        """Waits until the store has what was reported and asked so far: it answers in order."""
+        for one in self.ranks.values():
+            if not one.has_left:
+                one.batches.newest_epoch()
 
     def in_turn(self, *ranks: int, epoch: int, steps: int | None = None) -> dict[int, int]:
         """Some ranks make so many steps each, or all that there are, in step with each other.

@@ -33,14 +33,11 @@ def test_saves_a_header_and_a_line_a_span(tmp_path):
 
 
 def test_the_clocks_of_the_header_are_of_one_moment(tmp_path):
+    before, wall_before = time.perf_counter(), time.time()
     (header,) = saved_lines(Trace(0), tmp_path / "trace.jsonl")
-    tightest_seconds = math.inf
-    while tightest_seconds > 0.001:  # else something stood between the two
-        before = time.perf_counter()
-        offset_now = time.time() - before
-        tightest_seconds = time.perf_counter() - before
-    offset_then = header["wall_clock_ns"] / 1e9 - header["perf_counter_seconds"]
-    assert offset_then == pytest.approx(offset_now, abs=0.05)
+    after, wall_after = time.perf_counter(), time.time()
+    assert before <= header["perf_counter_seconds"] <= after
+    assert wall_before - 0.05 <= header["wall_clock_ns"] / 1e9 <= wall_after + 0.05
 
 
 def test_drops_the_oldest_and_says_how_many(tmp_path):

@@ -30,7 +30,7 @@ import fcntl, sys, time
 file = open(sys.argv[1], "a+")
 fcntl.flock(file, fcntl.LOCK_SH)
 print("held", flush=True)
-time.sleep(600)
+time.sleep(10_000)
 """
 
 

@@ -13,13 +13,14 @@ from support.held_workers import held_at, struck_at_start
 from support.killed_world import train_with_a_death
 from support.launched import after_steps, kill, pause, stop, wait_for_more, workers
 from support.processes import run_processes
+from support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.process
 
 
 def config(out, **options):
     gossip = {"gossip": GossipConfig(topology="matching")}
-    return launched.config(out, trace=0, options=gossip, lost_after_seconds=1.5, **options)
+    return launched.config(out, trace=0, options=gossip, lost_after_seconds=6.0, **options)
 
 
 def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
@@ -97,7 +98,8 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch
 def test_a_worker_that_is_lost_at_start_up_ends_the_start(tmp_path, monkeypatch, number, what):
     """Also when it is stopped, and is never heard of."""
     monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
-    options = launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=1.0)
+    seconds = HANG_SECONDS if number == signal.SIGKILL else 1.0
+    options = launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=seconds)
     with struck_at_start(1, number), pytest.raises(RunFailedError, match=what):
         run(options)
     assert not workers()
@@ -113,7 +115,7 @@ while len(list(here.iterdir())) < 2:
     time.sleep(0.01)
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(1000)
+time.sleep(10_000)
 """
 
 

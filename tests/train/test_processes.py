@@ -247,29 +247,23 @@ def test_a_worker_that_missed_ctrl_c_while_it_started_is_ended(tmp_path, monkeyp
     monkeypatch.setattr(
         Worker, "send_signal", lambda own, number: own.rank == 2 or send(own, number)
     )
-    begun_seconds = time.monotonic()
     with when(lambda: len(workers()) == 3, press_ctrl_c):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert not workers()
-    assert time.monotonic() - begun_seconds < 60
 
 
 def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
-    insisted_seconds = []
-
     def freeze_and_insist():
         stop(1)()
         press_ctrl_c()
         until(lambda: "stopping at the next step" in capfd.readouterr().err, 60)
-        insisted_seconds.append(time.monotonic())
         press_ctrl_c()
 
     with after_steps(tmp_path, 20, freeze_and_insist):
         outcome = run(config(tmp_path, strategy="local", nproc=2, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert outcome.begun
-    assert time.monotonic() - insisted_seconds[0] < 60
     assert not workers()
 
 
