@@ -142,29 +142,26 @@ def draw_diffusion(path: Path, world_size: int = 24, rounds: int = 12) -> None:
 
 def draw_distance(path: Path, world_size: int = 4) -> None:
     """Consensus distance as training goes on, measured."""
-    rows = json.loads((RESULTS / "reference_drift.json").read_text())["consensus_distance"]
+    rows = json.loads((RESULTS / "equal_accuracy.json").read_text())["rows"]
     drawing = Drawing(680, 336)
-    chart = Chart(drawing, 2000, (1e-3, 10), log=True)
+    chart = Chart(drawing, 1000, (1e-4, 100), log=True)
     chart.axes(
-        [0, 500, 1000, 1500, 2000],
-        [1e-3, 1e-2, 1e-1, 1, 10],
+        [0, 250, 500, 750, 1000],
+        [1e-4, 1e-2, 1, 100],
         "rounds",
         f"consensus distance, {world_size} ranks",
     )
     names = {
-        "local": "no communication",
-        "gradients": "gradients only",
-        "overlap": "overlap",
-        "sync": "sync",
+        "no communication": "no communication",
+        "overlap, weights": "overlap",
+        "sync, weights": "sync",
         "overlap, weights+state": "overlap, with state",
     }
     curves = {}
-    for strategy, name in names.items():
-        (row,) = [
-            row for row in rows if row["world_size"] == world_size and row["strategy"] == strategy
-        ]
-        measured = row["consensus_distance"].items()
-        curves[name] = [(int(step), distance) for step, distance in measured]
+    for way, name in names.items():
+        key = ("drift", world_size, way)
+        (row,) = [row for row in rows if (row["task"], row["ranks"], row["way"]) == key]
+        curves[name] = [(int(step), distance) for step, distance in row["distance"].items()]
     chart.curves(curves)
     drawing.save(path)
 

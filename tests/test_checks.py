@@ -7,13 +7,13 @@ import pytest
 from beartype import beartype
 from jaxtyping import TypeCheckError
 
-from gossipgrad.simulate._model import synchronize
+from gossipgrad.simulate import Workers
 
 
 def test_shapes_are_checked():
-    assert synchronize(np.array([1.0, 2.0]), 0.5).tolist() == [2.5, 2.5]
-    with pytest.raises(TypeCheckError, match="end"):
-        synchronize(np.zeros((2, 2)), 0.5)
+    assert Workers().pace(np.array([1.0, 2.0]), 0).tolist() == [1.0, 2.0]
+    with pytest.raises(TypeCheckError, match="constant"):
+        Workers().pace(np.zeros((2, 2)), 0)
 
 
 def test_checks_of_types_leave_the_filters_of_warnings_alone(monkeypatch):

@@ -19,13 +19,10 @@ import torch.distributed as dist
 import tyro
 
 import gossipgrad
-from gossipgrad.cli import main
-from gossipgrad.cli._advise import AdviseOptions
 from gossipgrad.cli._export import ExportOptions
-from gossipgrad.cli._plan import PlanOptions
+from gossipgrad.cli._predict import PredictOptions
 from gossipgrad.cli._probe import ProbeOptions
-from gossipgrad.cli._profile import ProfileOptions
-from gossipgrad.cli._simulate import SimulateOptions
+from gossipgrad.cli._report import ReportOptions
 from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
@@ -193,12 +190,10 @@ COMMANDS += [
 
 
 PARSED = {
-    "advise": AdviseOptions,
     "export": ExportOptions,
-    "plan": PlanOptions,
+    "predict": PredictOptions,
     "probe": ProbeOptions,
-    "profile": ProfileOptions,
-    "simulate": SimulateOptions,
+    "report": ReportOptions,
 }
 
 
@@ -229,12 +224,10 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
         config = parse(options)
         config.warn_of_unused()
         check(config, config.nproc or 4)
-    elif name == "topology":
-        assert main([name, *options]) == 0
     elif name in PARSED:
         tyro.cli(PARSED[name], args=options)
     else:
-        assert name in ("report", "watch", "demo", "export"), command
+        assert name in ("demo", "export"), command
 
 
 def test_readme_is_short():

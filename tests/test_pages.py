@@ -30,7 +30,7 @@ ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data"),
     *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
-QUICK = ("simulate",)  # its commands take no time
+QUICK = ("predict",)  # its commands take no time
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 
 

@@ -40,6 +40,7 @@ from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 if _TYPE_CHECKING:
     from gossipgrad import apoptosis as apoptosis
     from gossipgrad import second_order as second_order
+    from gossipgrad import simulate as simulate
     from gossipgrad import sparsification as sparsification
     from gossipgrad.apoptosis import Neurons as Neurons
     from gossipgrad.apoptosis import ShrinkPlan as ShrinkPlan
@@ -61,6 +62,7 @@ if _TYPE_CHECKING:
     from gossipgrad.second_order import Tiers as Tiers
     from gossipgrad.second_order import share_roots as share_roots
     from gossipgrad.simulate import advise as advise
+    from gossipgrad.simulate import predict as predict
     from gossipgrad.sparsification import SparseSession as SparseSession
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify

@@ -10,6 +10,8 @@ _ROOMS = {
     "SudaStats": "muon",
     "suda": "muon",
     "advise": "simulate",
+    "predict": "simulate",
+    "simulate": "simulate",
     "apoptosis": "apoptosis",
     "Neurons": "apoptosis",
     "ShrinkPlan": "apoptosis",

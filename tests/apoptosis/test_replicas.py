@@ -310,3 +310,18 @@ def test_data_parallel_is_wrapped_anew():
         assert session.widths()["0"] <= 10
     finally:
         dist.destroy_process_group()
+
+
+def test_a_bad_batch_of_one_rank_stops_no_other():
+    def use(session, shrinking, train):
+        train(3)
+        if session.rank == 1:
+            with torch.no_grad():
+                session.replica.model(torch.full((32, 6), torch.nan))
+        train(5)
+        return shrinking.widths(), len(shrinking.history)
+
+    told = on_ranks(2, use, mode="sync")
+    assert told[0] == told[1]
+    assert told[0][1] == 1
+    assert told[0][0]["0"] < 20

@@ -200,3 +200,35 @@ def test_worst_case_bounds_are_more_careful_and_hold():
             removed[bound] = len(plan)
             assert all(each.error <= 0.01 for each in plan.mergings)
     assert 8 <= removed["worst-case"] <= removed["sample"]
+
+
+def test_an_optimizer_that_cannot_shrink_is_refused_at_the_start():
+    model = network()
+    for optimizer in (torch.optim.LBFGS(model.parameters()), gg.SOAP(model)):
+        with pytest.raises(ValueError, match=type(optimizer).__name__):
+            gg.shrink(model, optimizer, **SETTINGS)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize(
+    "of", [{"merge": "pairs"}, {"merge": "least-squares"}, {"bound": "worst-case"}]
+)
+def test_a_batch_that_is_not_finite_stops_neither_training_nor_events(of, bad):
+    """The loop looks at the loss and leaves the batch out."""
+    model = network()
+    made = torch.optim.SGD(model.parameters(), lr=0.02)
+    with gg.shrink(model, made, budget=0.03, **{**SETTINGS, "events": 2}, **of) as session:
+        for number, (x, y) in enumerate(batches(44)):
+            if number in (14, 33):  # one in each window that is measured
+                x[5, 3] = bad
+            loss = (model(x) - y).square().mean()
+            if loss.isfinite():
+                loss.backward()
+                made.step()
+            made.zero_grad()
+        assert len(session.history) == 2
+        if bad != 1e30 and "merge" in of:
+            assert all(event.applied for event in session.history)
+            assert session.stats().removed > 0
+    assert loss.isfinite()
+    assert all(p.isfinite().all() for p in model.parameters())

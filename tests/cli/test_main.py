@@ -20,7 +20,7 @@ from gossipgrad.train import Outcome, RunFailedError, TrainConfig, options_by_se
 def test_usage_names_all_commands(arguments, capsys):
     assert cli.main(arguments) == (0 if arguments else 2)
     usage = capsys.readouterr().out
-    for command in ("train", "demo", "topology", "probe", "simulate", "plan", "report", "export"):
+    for command in ("train", "demo", "launch", "probe", "predict", "report", "export"):
         assert f"\n  {command}" in usage
 
 
@@ -40,12 +40,10 @@ def test_runs_as_a_module(monkeypatch, capsys):
 def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
     err = capsys.readouterr().err
-    assert all(name in err for name in ("trian", "train", "launch", "advise", "export"))
+    assert all(name in err for name in ("trian", "train", "launch", "predict", "export"))
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "demo", "topology", "probe", "simulate", "plan", "report", "export"]
-)
+@pytest.mark.parametrize("command", ["train", "demo", "probe", "predict", "report", "export"])
 def test_commands_explain_their_options(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])

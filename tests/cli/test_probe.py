@@ -2,18 +2,15 @@
 
 import json
 import subprocess
-import warnings
 
 import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli import _probe
-from gossipgrad.planning import AffineCost
-from gossipgrad.simulate import Measured, Network, Probe
 
 
 @pytest.mark.process
-def test_two_workers_here_measure_what_simulate_reads(tmp_path, capfd):
+def test_two_workers_here_measure_what_predict_reads(tmp_path, capfd):
     out = tmp_path / "network.json"
     arguments = ["--nproc", "2", "--seconds", "0.5", "--sizes", "4096,65536", "--out", str(out)]
     assert cli.main(["probe", *arguments]) == 0
@@ -24,32 +21,8 @@ def test_two_workers_here_measure_what_simulate_reads(tmp_path, capfd):
     held = json.loads(out.read_text())
     assert held["world_size"] == 2
     assert "hosts" not in held
-    arguments = ["--network", str(out), "--world-size", "2,8", "--steps", "10"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        assert cli.main(["simulate", *arguments, "--strategy", "gossip,allreduce"]) == 0
-    told = capfd.readouterr()
-    assert str(out) in told.out.replace("\n", "")
-    assert "8: its all-reduce" in told.err
-
-
-def test_what_the_figures_do_not_tell_is_said(capsys):
-    cost = AffineCost(alpha_seconds=3e-3, beta_seconds_per_byte=8e-8)
-    network = Network(exchange=cost, hop=cost, world_size=4)
-    measured = (Measured("exchange", (0, 1), 4096, 3e-3), Measured("all_reduce", (0, 1), 8192, 0.1))
-    found = Probe(
-        network,
-        {(0, 1): cost},
-        cost,
-        measured,
-        untold=("exchange",),
-        left_out={"exchange": (65536,), "all_reduce": (1048576,)},
-    )
-    _probe._tell(found, _probe.ProbeOptions(), None)
-    *_, untold, left_out = capsys.readouterr().out.splitlines()
-    assert untold.startswith("Exchanges of up to 4,096 bytes take less than 5 times their start-up")
-    assert untold.endswith("give more time (65,536 bytes were left out).")
-    assert left_out == "There was no time for all-reduces of 1,048,576 bytes."
+    assert cli.main(["predict", "--profile", "resnet50", "--network", str(out)]) == 0
+    assert "Use " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,23 @@ def test_without_a_browser_the_page_is_named(write_run, monkeypatch, capsys):
     monkeypatch.setattr(webbrowser, "open", lambda uri: False)
     assert cli.main(["report", write_run("run"), "--open"]) == 0
     assert "warning: no browser could be started; open " in capsys.readouterr().err
+
+
+def test_a_run_is_served_until_ctrl_c(write_run, monkeypatch, capsys):
+    """Test of the server itself: tests/trace/test_serving.py."""
+    run, seen = write_run("run"), []
+
+    def serve(server):
+        seen.append(server.run_dir)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gossipgrad.trace.ReportServer.serve_forever", serve)
+    assert cli.main(["report", run, "--serve"]) == 0
+    assert [str(folder) for folder in seen] == [run]
+    assert capsys.readouterr().out.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("more", [["other"], ["--out", "page.html"]])
+def test_one_run_is_served_and_written_nowhere(write_run, more, capsys):
+    assert cli.main(["report", "--serve", write_run("run"), *more]) == 2
+    assert "one folder" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
     found = roles(gg.Muon(model, muon=["position"], adamw=["blocks.*.attention.*"]))
     assert found["embed.weight"] == "adamw"
     assert "head.weight" not in found
-    assert "conv.weight" not in found
+    assert found["conv.weight"] == "muon"
     assert found["position"] == "muon"
     assert found["blocks.1.attention.out_proj.weight"] == "adamw"
     assert found["blocks.1.up.weight"] == "muon"

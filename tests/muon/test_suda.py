@@ -378,3 +378,47 @@ def test_virtual_ranks_equal_sessions(backbone, topology):
         virtual.step(*(torch.stack(each) for each in zip(*batches, strict=True)))
     for a, b in zip(found, virtual.consensus_model().parameters(), strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(
+    ("backbone", "make"),
+    [
+        ("ed", gg.Muon),
+        ("ed", lambda m: torch.optim.SGD(m.parameters(), lr=0.02)),
+        ("semi-atc-gt", lambda m: torch.optim.SGD(m.parameters(), lr=0.02)),
+    ],
+)
+def test_a_gradient_of_one_rank_that_is_not_finite_spoils_no_rank(backbone, make):
+    topology = "ring" if backbone == "ed" else "dissemination"
+    hub = Hub(2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = make(model)
+        with suda(
+            model,
+            optimizer,
+            backbone=backbone,
+            topology=topology,
+            mode="sync",
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+        ) as session:
+            losses = []
+            for step in range(60):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+                loss = (model(x) - rank).square().mean()
+                losses.append(loss.item())
+                optimizer.zero_grad()
+                (loss * (torch.nan if rank == 1 and step in (3, 20) else 1)).backward()
+                optimizer.step()
+            with session.consensus():
+                errors = session.stats().tracker_error, session.stats().dual_error
+            assert all(p.isfinite().all() for p in model.parameters())
+            assert all(error is None or error < 1e-4 for error in errors)
+            session.group.barrier()
+            return np.mean(losses[:10]), np.mean(losses[-10:])
+
+    told = run_ranks(2, rank_main)
+    assert sum(last for _, last in told) < sum(first for first, _ in told)

@@ -54,12 +54,11 @@ def test_a_ring_is_its_hops(alpha, beta, p, n):
     again = ring.hop_of_ring(p)
     assert again(n) == pytest.approx(hop(n))
     assert hop.ring_all_gather(p)(n) == pytest.approx((p - 1) * hop(n))
-    assert hop.halving_all_reduce(p)(n) <= ring(n) * (1 + 1e-12)
 
 
 def test_a_world_of_one_communicates_for_nothing():
     hop = AffineCost(alpha_seconds=1.0, beta_seconds_per_byte=1.0)
-    for cost in (hop.ring_all_reduce(1), hop.ring_all_gather(1), hop.halving_all_reduce(1)):
+    for cost in (hop.ring_all_reduce(1), hop.ring_all_gather(1)):
         assert cost(1000) == 0
 
 

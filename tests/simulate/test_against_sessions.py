@@ -118,7 +118,10 @@ APART = {"mode": "sync", "every": sys.maxsize}  # sessions without partners
 @pytest.mark.parametrize(
     ("settings", "session"),
     [
-        ({"strategy": "every-log-p"}, {"average_every": 2, "payload": "weights+state"}),
+        (
+            {"strategy": "local", "average_every": "log_p", "payload": "weights+state"},
+            {"average_every": 2, "payload": "weights+state"},
+        ),
         ({"strategy": "local", "average_every": 5}, {"average_every": 5}),
         ({"strategy": "local"}, {}),
     ],
@@ -136,8 +139,6 @@ def test_all_reduce(name, batching):
     ranks = simulate(name, strategy="allreduce", batching=batching)
     assert ranks.consensus_distance() == 0
     assert_same(ranks, theirs)
-    first_part = {"post_local_after": STEPS, "average_every": 2}
-    assert_same(simulate(name, strategy="post-local-sgd", batching=batching, **first_part), theirs)
 
 
 @pytest.mark.parametrize(("delay", "payload"), [(2, "weights"), (3, "weights+state")])

@@ -1,13 +1,9 @@
 """Recording a profile: of whatever takes time, whatever its order; and its command."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from gossipgrad import cli
-from gossipgrad.planning import Profile
 from gossipgrad.simulate import _record, record_profile
 
 
@@ -155,88 +151,3 @@ def test_times_on_a_gpu():
     profile = record_profile(model, optimizer, [torch.ones(4096, 4096).cuda()], square)
     assert profile.names[-1].startswith("0.")
     assert 0 < profile.forward_seconds < sum(profile.backward_seconds)
-
-
-def test_the_command_records_a_model_of_the_library(tmp_path, capsys):
-    path = tmp_path / "deep" / "lenet.json"
-    arguments = "--model lenet --data-set fashion-mnist --batch-size 4 --steps 2 --warm-up-steps 0"
-    assert cli.main(["profile", *arguments.split(), "--out", str(path)]) == 0
-    profile = Profile.load(path)
-    assert (profile.name, profile.batch_size) == ("lenet", 4)
-    assert sum(profile.elements) == 61_706
-    out = capsys.readouterr().out
-    assert "samples" in out
-    assert "0.25 MB in 10" in out
-
-
-def test_the_command_records_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_own_net.py").write_text(
-        "import torch\n"
-        "def make():\n"
-        "    model = torch.nn.Linear(3, 2)\n"
-        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "    return model, optimizer, [torch.ones(7, 3)], lambda m, x: m(x).sum()\n"
-        "def fails():\n"
-        "    raise KeyError('no such data')\n"
-        "def fails_in_a_step():\n"
-        "    return *make()[:2], [torch.ones(7, 4)], lambda m, x: m(x).sum()\n"
-        "def batch_by_name():\n"
-        "    return *make()[:2], {'x': torch.ones(7, 3)}, lambda m, x: m(x).sum()\n"
-        "def losses():\n"
-        "    return *make()[:3], lambda m, x: m(x)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    out = ["--out", "p.json", "--steps", "1", "--name", "mine"]
-    assert cli.main(["profile", "--factory", "my_own_net:make", *out]) == 0
-    written = json.loads((tmp_path / "p.json").read_text())
-    assert (written["name"], written["batch_size"]) == ("mine", 7)
-    capsys.readouterr()
-    for function, named in [
-        ("fails", "KeyError: 'no such data' (my_own_net.py:7)"),
-        ("fails_in_a_step", "RuntimeError: "),
-        ("batch_by_name", "dict"),
-        ("losses", "mean()"),
-    ]:
-        assert cli.main(["profile", "--factory", f"my_own_net:{function}", *out]) == 2
-        err = capsys.readouterr().err
-        assert named in err
-        assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--factory nowhere:make", "'nowhere:make'"),
-        ("--factory nowhere", "module:function"),
-        ("--factory os:getcwd", "str"),
-        ("--model lenet --data-set cifar10", "(1, 28, 28)"),
-        ("--model mlp --data-set digits --device nowhere", "'nowhere'"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, named, tmp_path, capsys):
-    assert cli.main(["profile", *arguments.split(), "--out", str(tmp_path / "p.json")]) == 2
-    error = capsys.readouterr().err
-    assert named in error
-    assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "",
-        "--factory json:dumps --model lenet",
-        "--model mlp --data-set digits --batch-size 0",
-    ],
-)
-def test_options_that_do_not_go_together(arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["profile", *arguments.split(), "--out", "p.json"])
-    assert ended.value.code == 2
-
-
-def test_a_text_model_in_the_command(tmp_path):
-    path = tmp_path / "gpt.json"
-    arguments = "--model gpt --data-set shakespeare --batch-size 1 --steps 1 --optimizer adamw"
-    assert cli.main(["profile", *arguments.split(), "--out", str(path)]) == 0
-    profile = Profile.load(path)
-    assert (profile.names[0], profile.state_copies) == ("norm.weight", 2)

@@ -70,12 +70,6 @@ def test_replicas_in_several_chunks_are_as_in_one():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_post_local_counts_its_averages_from_its_second_part():
-    ranks = make(strategy="post-local-sgd", post_local_after=3, average_every=2)
-    apart = [train(ranks, 1).consensus_distance() > 1e-6 for _ in range(7)]
-    assert apart == [False, False, False, True, False, True, False]
-
-
 def test_one_rank_is_the_plain_optimizer():
     ranks = train(make(world_size=1), 5)
     torch.manual_seed(0)
@@ -168,11 +162,7 @@ def test_negative_second_moments_are_clamped_and_counted():
         {"strategy": "ring"},
         {"topology": by_name("dissemination", 8)},
         {"payload": "gradients"},
-        {"strategy": "every-log-p", "average_every": 3},
-        {"strategy": "post-local-sgd", "post_local_after": 3},
-        {"strategy": "post-local-sgd", "average_every": 3},
-        {"strategy": "post-local-sgd", "average_every": 3, "post_local_after": -1},
-        {"post_local_after": 3},
+        {"average_every": 0},
         {"wire_dtype": torch.int8},
         {"batching": "fast"},
         {"world_size": 0},
@@ -203,7 +193,6 @@ def test_batches_and_ranks_that_do_not_exist_are_refused():
 
 ALLREDUCE = {"strategy": "allreduce"}
 STALE = {"mode": gg.Stale(max_staleness=2), "delay": 2}
-POST = {"strategy": "post-local-sgd", "post_local_after": 3, "average_every": 2}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +207,6 @@ POST = {"strategy": "post-local-sgd", "post_local_after": 3, "average_every": 2}
         ({}, {"seed": 1}, "topology"),
         ({}, {"average_every": 3}, "average_every"),
         ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype"),
-        (POST, POST | {"post_local_after": 30}, "post_local_after"),
         ({"name": "lenet"}, {}, "shape"),
     ],
 )
@@ -233,8 +221,8 @@ def test_state_of_another_run_is_refused_and_changes_nothing(saved, here, what):
 def test_settings_that_do_nothing_warn():
     with pytest.warns(UserWarning, match="topology, mode"):
         make(strategy="local", topology="ring", mode="sync")
-    with pytest.warns(UserWarning, match="payload"):
-        make(strategy="allreduce", payload="weights+state")
+    with pytest.warns(UserWarning, match="payload, average_every"):
+        make(strategy="allreduce", payload="weights+state", average_every=3)
 
 
 @pytest.mark.gpu

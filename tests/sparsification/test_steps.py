@@ -262,3 +262,67 @@ def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
         return me.weights()
 
     assert same_weights(on_ranks(use, make=make, **WHOLE))
+
+
+@pytest.mark.parametrize("methods", [("sparse",), ("dense",), ("bf16",)])
+@pytest.mark.parametrize("kind", ["skips a step", "makes a pass more"])
+def test_ranks_in_different_steps_do_not_train_on(methods, kind):
+    """The round after it fails on both, before a step is taken with it."""
+
+    def use(me):
+        me.train(3)
+        me.backward()
+        if me.rank == 0 or kind == "makes a pass more":
+            me.optimizer.step()
+        with pytest.raises(gg.GossipError):  # noqa: PT012
+            if me.rank == 1:
+                me.backward()
+            me.train(3)
+        assert all(p.isfinite().all() for p in me.model.parameters())
+
+    on_ranks(use, "single", density=0.1, methods=methods, together=False)
+
+
+@pytest.mark.parametrize("methods", [("sparse",), ("dense",)])
+def test_a_line_search_on_the_loss_of_one_rank_ends_the_session_and_on_their_mean_trains(methods):
+    """Evaluations of unlike weights are an error on all ranks; with equal losses there are none."""
+
+    def search(me, *, is_shared):
+        x = torch.randn(50, 6, generator=torch.Generator().manual_seed(me.rank))
+
+        def closure():
+            me.optimizer.zero_grad()
+            loss = (me.model(x) - x[:, :3].sin()).square().mean() * (1 + 20 * me.rank)
+            loss.backward()
+            return me.group.mean_(loss.detach()) if is_shared else loss
+
+        for _ in range(4):
+            me.optimizer.step(closure)
+        return me.weights()
+
+    def lbfgs(parameters, lr):
+        return torch.optim.LBFGS(parameters, lr, max_iter=8, line_search_fn="strong_wolfe")
+
+    of = {"density": 1.0 if methods == ("dense",) else 0.5, "methods": methods, "optimizer": lbfgs}
+    assert same_weights(on_ranks(lambda me: search(me, is_shared=True), "single", **of))
+
+    def alone(me):
+        with pytest.raises(gg.GossipError):
+            search(me, is_shared=False)
+
+    on_ranks(alone, "single", together=False, **of)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_dense_round_sends_the_type_of_the_gradients(dtype):
+    def use(me):
+        me.train(2)
+        stats = me.session.stats()
+        numel = sum(p.numel() for p in me.model.parameters())
+        assert stats.bytes_sent == stats.all_reduce_bytes == 2 * numel * dtype.itemsize
+        return me.weights()
+
+    def make():
+        return network().to(dtype)
+
+    assert same_weights(on_ranks(use, "single", methods=("dense",), make=make))

@@ -31,8 +31,11 @@ class Moments:
         inputs: Number of the producer's inputs, if their range is measured; otherwise 0.
         device: Device of the sums, in float64.
 
+    Rows that are not finite are left out.
+
     Attributes:
         count: Rows used on each rank.
+        left_out: Rows of this rank that were not finite.
         ranks: Number of ranks that measured.
         mean: Shape `(taps, width)`.
         scatter: Sums of products about the mean, `(taps, width, taps, width)`.
@@ -48,6 +51,7 @@ class Moments:
         self.pools = taps > 1 and width * taps > _FULL
         kept = 1 if self.pools else taps
         self.count, self.ranks = 0.0, 1
+        self.left_out = 0
         self.mean = torch.zeros(kept, width, dtype=torch.float64, device=device)
         self.scatter = torch.zeros(kept, width, kept, width, dtype=torch.float64, device=device)
         self._outputs = torch.zeros(2, dtype=torch.float64, device=device)
@@ -68,15 +72,20 @@ class Moments:
             rows = rows.reshape(-1, 1, self.width)
         rows = rows.detach().flatten(1)
         rows = rows.clone() if rows.dtype is torch.float64 else rows.to(torch.float32, copy=True)
+        finite = rows.isfinite().all(1)
+        if not finite.all():
+            self.left_out += len(rows) - int(finite.sum())
+            rows = rows[finite]
         self._rows.append(rows)
         if sum(map(len, self._rows)) >= _AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
         """Add waiting rows to the moments: many together cost much less than each batch."""
-        if not self._rows:
+        rows = torch.cat(self._rows) if self._rows else torch.empty(0)
+        self._rows = []
+        if not len(rows):
             return
-        rows, self._rows = torch.cat(self._rows), []
         count, mean = len(rows), rows.mean(0)
         centred = rows - mean
         scatter = (centred.T @ centred).double()
@@ -90,6 +99,8 @@ class Moments:
     def add_outputs(self, rows: Tensor) -> None:
         """Add outputs of the consumer, `(rows, outputs)`."""
         total = rows.detach().float().var(0, unbiased=False).sum().double()
+        if not total.isfinite():
+            return
         self._outputs += torch.stack([torch.ones_like(total), total])
 
     def tensors(self) -> list[Tensor]:
@@ -202,6 +213,9 @@ class Watch:
                 taps = module.weight[0, 0].numel()
                 x = x.movedim(-(module.weight.ndim - 1), -1)
             x = x.flatten(0, -2)
+            x = x[x.isfinite().all(1)]
+            if not len(x):
+                return
             largest = taps * float(x.square().sum(1).max()) + 1
             moments.norm = max(moments.norm, largest**0.5)
             moments.low = torch.minimum(moments.low, x.amin(0))

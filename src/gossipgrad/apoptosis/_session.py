@@ -238,6 +238,8 @@ class ShrinkSession:
         moments = watch.moments
         for each in moments.values():
             each.flush()
+        if left_out := max(each.left_out for each in moments.values()):
+            logger.warning("%d rows were not finite and are not measured", left_out)
         if self.replicas.world_size > 1:
             flats = {key: each.tensors() for key, each in moments.items()}
             self.replicas.mean_([t for tensors in flats.values() for t in tensors])
@@ -245,6 +247,11 @@ class ShrinkSession:
                 each.use(flats[key], self.replicas.world_size)
         if any(each.count < 2 for each in moments.values()):
             raise GossipError("no batch was seen: train for a few steps after look()")
+        if not all(bool(each.scatter.isfinite().all()) for each in moments.values()):
+            raise GossipError(
+                "second moments of neurons are not finite: activations are too large. Look at the "
+                "loss"
+            )
         if self.settings.merge == "least-squares" and self.settings.bound == "sample":
             self._warn_of_few_samples()
         due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)

@@ -15,14 +15,9 @@ _COMMANDS = {
     "train": "train a model on several workers, here or inside torchrun or Slurm",
     "launch": "start a script of your own on several workers, of which some may die",
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
-    "topology": "show who meets whom in a schedule and how fast it mixes",
-    "profile": "record what a step of a model costs on this device",
     "probe": "measure what messages cost between live workers",
-    "simulate": "predict step time and efficiency at any scale",
-    "advise": "recommend family, mode and payload for a model on a network",
-    "plan": "compute which gradients to merge and which to compress",
-    "watch": "show the report of a run in a browser while the run goes on",
-    "report": "write report.html of a run anew, or compare several runs",
+    "predict": "predict step times on a network, and recommend what to use there",
+    "report": "write report.html of a run, compare several, or serve it while the run goes",
     "export": "write the consensus of a checkpoint as a safetensors file",
 }
 _USAGE = """\

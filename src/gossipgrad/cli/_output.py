@@ -3,16 +3,12 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Options = TypeVar("Options")
 
@@ -69,31 +65,3 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"cannot write {option} {path}: {error.strerror or error}") from error
-
-
-def check_figure(option: str, path: Path | None, formats: Sequence[str] | None) -> None:
-    """Raise unless a figure can be drawn into a file, before anything is computed.
-
-    Raises:
-        ValueError: matplotlib is missing, the format is unknown, or there is no such folder.
-    """
-    if path is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{option} needs matplotlib, which is not installed: pip install 'gossipgrad[plot]'"
-        )
-    if formats is not None and path.suffix.lower() not in formats:
-        raise ValueError(f"{option} {path} must end in {', '.join(formats)}")
-    check_folder(option, path)
-
-
-def new_figure(title: str, size: tuple[float, float]) -> "Figure":
-    """A figure that no window shows."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    return figure

@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ class ProbeOptions:
     """Measure start-up time and time a byte of exchanges and all-reduces between live workers.
 
     Starts workers on this machine, or, inside torchrun or Slurm, takes part as one of them: that is
-    how a cluster is measured. `gossipgrad simulate --network` reads what --out writes.
+    how a cluster is measured. `gossipgrad predict --network` reads what --out writes.
     """
 
     nproc: int | None = None
@@ -125,31 +124,27 @@ def _take_part(options: ProbeOptions, world: World) -> int:
         world.world_size,
         timeout_seconds=timeout_seconds,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # _tell says it: stderr is shown on failures
-        found = probe(
-            group,
-            sizes_bytes=sizes_of(options),
-            budget_seconds=options.seconds,
-            timeout_seconds=options.timeout,
-            transport=partial(
-                ZeroMQTransport,
-                max_payload_bytes=max(sizes_of(options)),
-                encrypt=options.encrypt or None,
-            ),
-        )
+    found = probe(
+        group,
+        sizes_bytes=sizes_of(options),
+        budget_seconds=options.seconds,
+        timeout_seconds=options.timeout,
+        transport=partial(
+            ZeroMQTransport,
+            max_payload_bytes=max(sizes_of(options)),
+            encrypt=options.encrypt or None,
+        ),
+    )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
     if world.rank == 0:
         _tell(found, options, hosts)
-    group.barrier()  # nobody leaves while others still hear the last of it
+    group.barrier()  # nobody leaves while others still receive
     group.close()
     return 0
 
 
 def _tell(found: Probe, options: ProbeOptions, hosts: list[str] | None) -> None:
     show(table(found))
-    shown = 1e9 * found.network.snapshot_seconds_per_byte, 1e9 * found.network.mix_seconds_per_byte
-    say(f"a snapshot takes {shown[0]:.3g} ns a byte, mixing {shown[1]:.3g} ns a byte")
     say(*(f"{doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts()))
     if options.out is not None:
         written = found.to_json() | ({} if hosts is None else {"hosts": hosts})
@@ -163,7 +158,7 @@ def table(found: Probe) -> Table:
     p = network.world_size
     shown = new_table("", "start-up", "rate", "off by", title=f"{p} workers")
     exchanges = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "exchange"]
-    reduces = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "all_reduce"]
+    reduces = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "all-reduce"]
     shown.add_row("exchange, usual pair", *_row(network.exchange, exchanges))
     shown.add_row(f"all-reduce of {p}", *_row(found.all_reduce, reduces))
     if network.hop is not None:

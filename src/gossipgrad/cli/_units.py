@@ -1,13 +1,53 @@
-"""Rates and times as people write them, and back."""
+"""Counts, rates and times as people write them, and back."""
 
 import math
 import re
 
-__all__ = ["list_of", "rate_of", "rate_text", "seconds_of", "seconds_text"]
+__all__ = [
+    "count_of",
+    "count_text",
+    "list_of",
+    "rate_of",
+    "rate_text",
+    "seconds_of",
+    "seconds_text",
+]
 
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d+))?"
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"ns": -9, "us": -6, "ms": -3, "s": 0}  # powers of ten
+
+
+def count_of(text: str) -> int:
+    """The number of `124M`, `1.5B` or `7850`.
+
+    Raises:
+        ValueError: It is no number of 1 or more.
+
+    Example:
+        >>> count_of("1.5B")
+        1500000000
+    """
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kKmMbBgGtT]?)\s*", text)
+    count = 0.0 if match is None else float(f"{match[1]}e{match[2] or 0}")
+    count *= 1 if match is None else _COUNTS[match[3].lower()]
+    if not 1 <= count < 1e18:
+        raise ValueError(f"{text!r} is no number of parameters: write 124M, 1.5B or 7850")
+    return round(count)
+
+
+def count_text(count: int) -> str:
+    """A number as people write it, three digits.
+
+    Example:
+        >>> count_text(124_439_808), count_text(7850)
+        ('124 M', '7.85 k')
+    """
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count}"
 
 
 def rate_of(text: str) -> float:
@@ -93,14 +133,3 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size and (size <= 1 or seconds >= 1.5 * size):
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def percent_text(share: float) -> str:
-    """A share as people write it, three digits or all before the point.
-
-    Example:
-        >>> percent_text(0.0612), percent_text(17.6)
-        ('6.12 %', '1,760 %')
-    """
-    percent = 100 * share
-    return f"{percent:,.0f} %" if abs(percent) >= 999.5 else f"{percent:.3g} %"

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gossipgrad.engine import parameters_to_update
+
 __all__ = ["GossipAdamW"]
 
 
@@ -42,6 +44,10 @@ class GossipAdamW(Optimizer):
         eps: Added to the root.
         weight_decay: Decoupled, as in AdamW.
 
+    Attributes:
+        nonfinite_steps: Number of steps that left out a parameter, because its gradient was not
+            finite; the first one warns.
+
     Raises:
         ValueError: For a negative `lr`, `eps` or `weight_decay`, or betas not in [0, 1).
 
@@ -63,6 +69,8 @@ class GossipAdamW(Optimizer):
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
     """
+
+    nonfinite_steps: int = 0
 
     def __init__(
         self,
@@ -86,7 +94,7 @@ class GossipAdamW(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Perform one step.
+        """Perform one step; parameters whose gradient is not finite stay as they are.
 
         Args:
             closure: Evaluates the model again and returns the loss.
@@ -99,12 +107,15 @@ class GossipAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[Any, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse or parameter.is_complex():
+                if parameter.grad is not None and (
+                    parameter.grad.is_sparse or parameter.is_complex()
+                ):
                     raise RuntimeError("GossipAdamW supports only dense and real gradients")
+        held = parameters_to_update(self)
+        for group, to_update in zip(self.param_groups, held, strict=True):
+            alike: dict[Any, list[Tensor]] = defaultdict(list)
+            for parameter in to_update:
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0)

@@ -4,6 +4,8 @@ from gossipgrad.engine._arrival import Arrival as Arrival
 from gossipgrad.engine._check_replica import check_model as check_model
 from gossipgrad.engine._check_replica import check_replica as check_replica
 from gossipgrad.engine._claims import Claim as Claim
+from gossipgrad.engine._finite import are_finite as are_finite
+from gossipgrad.engine._finite import parameters_to_update as parameters_to_update
 from gossipgrad.engine._flow import Bucket as Bucket
 from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase

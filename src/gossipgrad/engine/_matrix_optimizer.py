@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import local, widened
+from gossipgrad.engine._finite import parameters_to_update
 from gossipgrad.engine._roles import ADAMW, choose_roles
 
 __all__ = ["MatrixOptimizer", "Parameters"]
@@ -24,6 +25,9 @@ class MatrixOptimizer(Optimizer):
     A subclass names its `role`, checks and describes the settings of its groups, and updates
     matrices in `step()`. There is one group per role, unless groups are given.
 
+    A parameter whose gradient is not finite (NaN, Inf, or too large to be squared) keeps its
+    weights and its state in that step.
+
     Args:
         params: The model, whose parameters are chosen by the patterns, the type of their module and
             their shape; or the usual tensors, `(name, tensor)` pairs or groups, of which matrices
@@ -36,12 +40,17 @@ class MatrixOptimizer(Optimizer):
         with_head: Whether the last linear layer counts as a matrix.
         argument: The public name of `matrices`.
 
+    Attributes:
+        nonfinite_steps: Number of steps that left out a parameter, because its gradient was not
+            finite; the first one warns.
+
     Raises:
         ValueError: If a number is out of range, no parameter has a name, or there is nothing to
             train.
     """
 
     role: ClassVar[str]
+    nonfinite_steps: int = 0
     can_resize: ClassVar[bool] = True
     """Whether its state can lose rows and columns with its parameters, as in `gg.shrink()`."""
 
@@ -75,15 +84,15 @@ class MatrixOptimizer(Optimizer):
                 if role in roles.values()
             ]
             if not roles:
-                raise ValueError("the model has no parameter that is trained: all are frozen")
+                raise ValueError("the model has no parameters: there is nothing to train")
         elif matrices or adamw:
             raise ValueError(
                 f"{argument}= and adamw= name parameters of a model: pass the model itself"
             )
         else:
             groups = [group for one in _as_groups(params) for group in self._by_role(one)]
-        alike = {k: v for k, v in adamw_settings.items() if settings.get(k) == v}
-        super().__init__(groups, alike | {"weight_decay": weight_decay})
+        # Schedulers look in the defaults for what they change: "lr", "momentum" or "betas".
+        super().__init__(groups, settings | {"weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the role that it names, or by the shapes of its parameters.
@@ -109,7 +118,8 @@ class MatrixOptimizer(Optimizer):
             if not alike:
                 raise ValueError(f"there is no group of role {role!r} whose settings to take")
             settings = {role: {k: v for k, v in alike[0].items() if k not in _OF_ONE_GROUP}}
-        group = {**settings[role], **param_group}
+        decay = {"weight_decay": self.defaults["weight_decay"]}
+        group = {**settings[role], **decay, **param_group}
         numbers = ("lr", group["lr"]), ("weight_decay", self._decay(group))
         for name, number in numbers:
             if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
@@ -117,7 +127,10 @@ class MatrixOptimizer(Optimizer):
         _check_adam(group)
         if role != ADAMW:
             self.check_group(group)
+        others = self.defaults.keys() - group.keys()  # settings of the other role
         super().add_param_group(group)
+        for name in others:
+            del self.param_groups[-1][name]
         for parameter in self.param_groups[-1]["params"]:
             if parameter.is_complex() or (role == self.role and parameter.ndim < 2):
                 del self.param_groups[-1]
@@ -168,21 +181,23 @@ class MatrixOptimizer(Optimizer):
         return "\n".join([f"{type(self).__name__} (", *lines, ")"])
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the local gradients, in fp32 where parameters are narrower; do not write to them.
+        """Return local gradients, at least in fp32; do not write to them."""
+        return [local(p.grad).to(widened(p.dtype)) for p in parameters if p.grad is not None]
+
+    def parameters_to_update(self) -> list[list[nn.Parameter]]:
+        """Return for each group the parameters that this step updates: gradients are finite.
 
         Raises:
             RuntimeError: A gradient is sparse.
         """
-        gradients = []
-        for parameter in parameters:
-            assert parameter.grad is not None
-            if parameter.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"gg.{type(self).__name__} takes no sparse gradients: make the embedding with "
-                    "sparse=False"
-                )
-            gradients.append(local(parameter.grad).to(widened(parameter.dtype)))
-        return gradients
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"gg.{type(self).__name__} takes no sparse gradients: make the embedding "
+                        "with sparse=False"
+                    )
+        return parameters_to_update(self)
 
     def adamw(
         self,
@@ -195,21 +210,24 @@ class MatrixOptimizer(Optimizer):
         states = [self.state[p] for p in parameters]
         for p, state in zip(parameters, states, strict=True):
             if not state:
-                state |= {"step": 0, "exp_avg": self.zeros(p), "exp_avg_sq": self.zeros(p)}
-            state["step"] = int(state["step"]) + 1
+                state |= {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": self.zeros(p),
+                    "exp_avg_sq": self.zeros(p),
+                }
+            state["step"] += 1
+        steps = [int(state["step"]) for state in states]
         means = [local(state["exp_avg"]) for state in states]
         squares = [local(state["exp_avg_sq"]) for state in states]
         torch._foreach_lerp_(means, list(gradients), 1 - b1)
         torch._foreach_mul_(squares, b2)
         torch._foreach_addcmul_(squares, list(gradients), list(gradients), 1 - b2)
         roots = torch._foreach_sqrt(squares)
-        torch._foreach_div_(roots, [math.sqrt(1 - b2 ** state["step"]) for state in states])
+        torch._foreach_div_(roots, [math.sqrt(1 - b2**step) for step in steps])
         torch._foreach_add_(roots, group["eps"])
         updates = torch._foreach_div(means, roots)
-        for p, state, update in zip(parameters, states, updates, strict=True):
-            self.subtract(
-                local(p), update, lr / (1 - b1 ** state["step"]), lr * group["weight_decay"]
-            )
+        for p, step, update in zip(parameters, steps, updates, strict=True):
+            self.subtract(local(p), update, lr / (1 - b1**step), lr * group["weight_decay"])
 
     @staticmethod
     def subtract(tensor: Tensor, update: Tensor, factor: float, decay: float) -> None:

@@ -21,7 +21,9 @@ def choose_roles(
     with_head: bool = False,
     argument: str = "matrices",
 ) -> dict[str, str]:
-    """Return the role of each trained parameter by name; a shared one has its first name.
+    """Return the role of each parameter by name; a shared one has its first name.
+
+    Frozen parameters have a role, too: they may be trained later.
 
     `role` goes to matrices, and to the kernels of convolutions, flattened to one row per output,
     unless they belong to an embedding or to the head. The head is the last linear layer, if there
@@ -41,7 +43,11 @@ def choose_roles(
         ValueError: A pattern fits no parameter, two fit one, or a vector would get `role`.
     """
     roles: dict[str, str] = {}
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad or p.is_floating_point()  # frozen integers are never trained
+    }
     owners = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
     embedded = {
         id(p)
@@ -94,8 +100,7 @@ def _fitting(named: Iterable[str], patterns: Sequence[str], argument: str) -> se
         if not fits:
             some = ", ".join(map(repr, list(named)[:4]))
             raise ValueError(
-                f"{argument}= names {pattern!r}, which fits no trained parameter; the model has "
-                f"{some}, ..."
+                f"{argument}= names {pattern!r}, which fits no parameter; the model has {some}, ..."
             )
         found |= fits
     return found

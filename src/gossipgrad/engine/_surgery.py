@@ -130,6 +130,11 @@ class Surgery:
 def check_resizable(optimizers: Sequence[Optimizer]) -> None:
     """Raise `ValueError` for optimizers whose state cannot lose rows and columns."""
     for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS keeps its state in one vector of all parameters, which cannot lose rows and "
+                "columns with the weights: shrink with another optimizer, such as AdamW"
+            )
         if not getattr(optimizer, "can_resize", True):
             raise ValueError(
                 f"the factors and bases of {type(optimizer).__name__} cannot lose rows and columns "

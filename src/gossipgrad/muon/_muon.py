@@ -162,7 +162,7 @@ class Muon(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; return the closure's result.
+        """Update all parameters that have finite gradients; return the closure's result.
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -171,7 +171,7 @@ class Muon(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        held = self.parameters_to_update()
         sources = [
             self._momentum(group, parameters)
             if group["role"] == self.role

@@ -1,5 +1,6 @@
 """A session of decentralized Muon: trackers before the update, a backbone around it."""
 
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from gossipgrad.engine import (
     Session,
     Stats,
     Surgery,
+    are_finite,
     weight_entries,
 )
 from gossipgrad.errors import GossipError
@@ -106,6 +108,7 @@ class SudaSession(Session):
         self._x: list[Tensor] = []
         self._before: Iterator[tuple[str, ...]] | None = None
         self._has_tracked = False
+        self._has_warned = False
         self._generation = 0
         self._errors: tuple[float | None, float | None] = (None, None)
         super().__init__(replica, settings, scaler=scaler, **options)
@@ -232,13 +235,25 @@ class SudaSession(Session):
                 "optimizer.step(closure) computes gradients after they should have been exchanged: "
                 "call backward() and then step(), or use gg.Muon"
             )
+        names = {id(p): name for name, p in self.replica.trained.items()}
         held = [p for p in self.replica.trained.values() if p.grad is not None]
-        gradients = [local(p.grad).to(widened(p.dtype)) for p in held if p.grad is not None]
-        if self._has_scaler and gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            if not bool(torch.isfinite(norms).all()):
-                return closure  # the scaler skips this step
-        for parameter, tracked in zip(held, self._track(held, gradients), strict=True):
+        finite = are_finite(held)
+        if self._has_scaler and not all(finite):
+            return closure  # the scaler skips this step
+        sources = []
+        for parameter, is_finite in zip(held, finite, strict=True):
+            if is_finite and parameter.grad is not None:
+                sources.append(local(parameter.grad).to(widened(parameter.dtype)))
+            else:  # it would spoil the trackers of all ranks: the last one counts again
+                sources.append(self._sources[names[id(parameter)]].clone())
+        if not all(finite) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "a gradient is not finite, or too large to be squared: in such steps the last one "
+                "counts again. This is said once",
+                stacklevel=2,
+            )
+        for parameter, tracked in zip(held, self._track(held, sources), strict=True):
             assert parameter.grad is not None
             local(parameter.grad).copy_(tracked)
         return closure

@@ -119,20 +119,6 @@ class AffineCost:
         """
         return self._hops(world_size, rounds=1, parts=1)
 
-    def halving_all_reduce(self, world_size: int) -> "AffineCost":
-        """Return the cost of an all-reduce by recursive halving and doubling.
-
-        `2 ceil(log2 p)` latencies, and the bytes of a ring.
-
-        Raises:
-            ValueError: There is no rank.
-        """
-        ring = self.ring_all_reduce(world_size)
-        return AffineCost(
-            alpha_seconds=2 * (world_size - 1).bit_length() * self.alpha_seconds,
-            beta_seconds_per_byte=ring.beta_seconds_per_byte,
-        )
-
     def hop_of_ring(self, world_size: int) -> "AffineCost":
         """Return the cost of one hop, if this is that of a ring all-reduce over `world_size` ranks.
 

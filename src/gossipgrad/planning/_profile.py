@@ -86,7 +86,7 @@ class Profile:
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"profile {self.name!r} has a time of {seconds!r}: give 0 or more")
         if not self.compute_seconds > 0:
-            raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
+            raise ValueError(f"profile {self.name!r} takes no time at all: record it again")
 
     @property
     def compute_seconds(self) -> float:
@@ -120,6 +120,42 @@ class Profile:
             elements=tuple(max(1, round(count * size)) for count in self.elements),
         )
 
+    @classmethod
+    def of_size(cls, parameters: int, compute_seconds: float) -> "Profile":
+        """Create the profile of a model of which only its size and the time of a step are known.
+
+        It has up to 100 equal float32 tensors. Forward takes a third of the time, backward the
+        rest, and the update is counted with it.
+
+        Args:
+            parameters: How many numbers are trained.
+            compute_seconds: Of a step of one worker without communication.
+
+        Raises:
+            ValueError: There is no parameter, or the time is not above 0.
+
+        Example:
+            >>> Profile.of_size(124_000_000, 0.3).size_bytes
+            496000000
+        """
+        if not 0 < compute_seconds < math.inf:
+            raise ValueError(f"compute_seconds is {compute_seconds!r}: a step takes some time")
+        if parameters < 1:
+            raise ValueError(f"parameters is {parameters!r}: a model has 1 or more")
+        tensors = min(100, parameters)
+        whole, rest = divmod(parameters, tensors)
+        return cls(
+            name="a model",
+            device="any device",
+            source="equal tensors, by the size of the model and the time of a step",
+            batch_size=1,
+            forward_seconds=compute_seconds / 3,
+            optimizer_seconds=0.0,
+            names=tuple(f"part{index}" for index in range(tensors)),
+            elements=tuple(whole + (index < rest) for index in range(tensors)),
+            backward_seconds=(compute_seconds * 2 / 3 / tensors,) * tensors,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `from_json`, a parameter as name, elements and seconds."""
         return {
@@ -148,12 +184,12 @@ class Profile:
         """
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise ValueError(
-                f'not a profile: it has no "format": "{_FORMAT}". `gossipgrad profile` writes one'
+                f'not a profile: it has no "format": "{_FORMAT}". Profile.to_json() makes one'
             )
         if value.get("version") != _VERSION:
             raise ValueError(
                 f"a profile of version {value.get('version')!r}, this reads version {_VERSION}: "
-                "record it anew"
+                "record it again"
             )
         rest = {k: v for k, v in value.items() if k not in ("format", "version", "parameters")}
         try:
@@ -170,7 +206,7 @@ class Profile:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Profile":
-        """Load one of `PROFILES` by its name, or a file from `gossipgrad profile`.
+        """Load one of `PROFILES` by its name, or a file that holds what `to_json` gave.
 
         Raises:
             ValueError: There is neither such a name nor such a file, or the file has no profile.
@@ -189,7 +225,7 @@ class Profile:
                 why = error.strerror if isinstance(error, OSError) else error
                 raise ValueError(
                     f"no profile {str(name_or_path)!r} ({why}): give one of "
-                    f"{', '.join(PROFILES)}, or a file that `gossipgrad profile` wrote"
+                    f"{', '.join(PROFILES)}, or a file of Profile.to_json()"
                 ) from error
         try:
             return cls.from_json(json.loads(text))

@@ -60,8 +60,9 @@ class Unit:
         index: Index among the optimizer's units.
         group: Index of the blocks' parameter group.
         cohort: Index of the set of parameters that had their first gradient in the same step.
-        blocks: The blocks; all of one shape and type.
+        blocks: The blocks; all of one shape, type and device.
         step: Steps taken so far.
+        has_roots: Whether its roots were computed; they are zeros before.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Unit:
     cohort: int
     blocks: Sequence[Block]
     step: int = 0
+    has_roots: bool = False
     shape: tuple[int, int] = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -105,7 +107,8 @@ def make_units(
     alike: dict[tuple[object, ...], list[Block]] = {}
     for parameter in parameters:
         for block in cut(parameter, max_dim):
-            alike.setdefault((block.shape, parameter.dtype), []).append(block)
+            kind = block.shape, parameter.dtype, parameter.device
+            alike.setdefault(kind, []).append(block)
     units: list[Unit] = []
     for blocks in alike.values():
         m, n = blocks[0].shape

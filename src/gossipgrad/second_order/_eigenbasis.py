@@ -57,7 +57,7 @@ class Eigenbasis(SecondOrder):
     def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
         """See the base."""
         factors = self.snapshot(unit, *FACTORS)
-        if not self.has(unit, BASES[-1]):
+        if not unit.has_roots:
             return partial(_first_bases, factors)
         with self.use(
             unit, BASES, is_written=False
@@ -75,7 +75,7 @@ class Eigenbasis(SecondOrder):
         device = unit.blocks[0].parameter.device
         left, right, left_order, right_order = (each.to(device) for each in value)
         new = dict(zip(BASES, (left, right), strict=True))
-        if not self.has(unit, BASES[-1]):
+        if not unit.has_roots:
             for name, basis in new.items():
                 self.put(unit, name, basis)
             return

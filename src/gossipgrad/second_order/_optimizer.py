@@ -1,6 +1,7 @@
 """The base of second-order optimizers: units, refreshes of roots, and storage of state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,9 +38,13 @@ class SecondOrder(MatrixOptimizer):
     A subclass defines the tensors of a unit (`shapes`), updates a unit (`update_unit`), creates the
     job that computes its roots (`make_job`) and applies its result (`apply_root`).
 
-    Blocks without a gradient in a step keep their weights and state; their unit still counts the
-    step, for its bias correction and the age of its roots, unless none of its blocks has a
-    gradient. New units are created for parameters in the step of their first gradient.
+    Blocks without a finite gradient in a step keep their weights and state; their unit still
+    counts the step, for its bias correction and the age of its roots, unless none of its blocks has
+    one. New units are created for parameters in the step of their first gradient.
+
+    From that step on `state` has the same keys for a parameter, and tensors alone, so that
+    `torch.distributed.checkpoint` can load what it saved. They are empty between steps, except the
+    number of steps; `state_dict()` fills them with copies.
 
     Args:
         params: See `MatrixOptimizer`.
@@ -155,7 +160,7 @@ class SecondOrder(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients; return the closure's result.
+        """Update all parameters that have finite gradients; return the closure's result.
 
         Raises:
             RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; a
@@ -171,20 +176,21 @@ class SecondOrder(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for place, group in enumerate(self.param_groups):
-            parameters = [p for p in group["params"] if p.grad is not None]
+        held = self.parameters_to_update()
+        for place, (group, parameters) in enumerate(zip(self.param_groups, held, strict=True)):
             if not parameters:
                 continue
-            gradients = self.gradients(parameters)
             if group["role"] == ADAMW:
-                self.adamw(group, parameters, gradients)
+                self.adamw(group, parameters, self.gradients(parameters))
                 continue
             if fresh := [p for p in parameters if p not in self._cohorts]:
                 cohort = 1 + max(self._cohorts.values(), default=-1)
                 self._add_units(place, fresh, cohort)
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
+            updated = set(parameters)
             for unit in self._units:
                 if unit.group == place:
-                    self._step_unit(unit, group)
+                    self._step_unit(unit, group, updated)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,6 +252,8 @@ class SecondOrder(MatrixOptimizer):
             shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
         for group in self.param_groups:
             for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
                 if group["role"] == ADAMW:
                     for name in ("exp_avg", "exp_avg_sq"):
                         read = partial(self._read_state, parameter, name)
@@ -267,8 +275,10 @@ class SecondOrder(MatrixOptimizer):
         units = list(self._units)
         for place, group in enumerate(self.param_groups):
             if group["role"] != ADAMW and not self._units:
-                first, of = len(units), (group["params"], group["max_dim"])
-                units += make_units(*of, first=first, group=place, cohort=0)
+                trained = [p for p in group["params"] if p.requires_grad]
+                units += make_units(
+                    trained, group["max_dim"], first=len(units), group=place, cohort=0
+                )
         return units
 
     def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -287,7 +297,7 @@ class SecondOrder(MatrixOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         with self.filled_state():
-            state = {p: dict(each) for p, each in self.state.items()}
+            state = defaultdict(dict, {p: dict(each) for p, each in self.state.items()})
             return super().__getstate__() | {
                 "state": state,
                 "refresh": self.refresh,
@@ -322,10 +332,6 @@ class SecondOrder(MatrixOptimizer):
             if is_written:
                 for stack, part in zip(stacks, parts, strict=True):
                     stack[rows] = part
-
-    def has(self, unit: Unit, name: str) -> bool:
-        """Whether the tensor exists: roots exist after the first refresh."""
-        return (unit.index, name) in self._open_store()
 
     def put(self, unit: Unit, name: str, tensor: Tensor) -> None:
         """Store a new tensor for a unit."""
@@ -376,18 +382,34 @@ class SecondOrder(MatrixOptimizer):
             parameters, group["max_dim"], first=len(self._units), group=place, cohort=cohort
         )
         for unit in units:  # the part that can fail comes first, so that it can be repeated
+            device = unit.blocks[0].parameter.device
             for name, shape in self.shapes(unit).items():
-                if not _is_root(name):
-                    device = unit.blocks[0].parameter.device
-                    stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
-                    self.put(unit, name, stack)
+                stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
+                self.put(unit, name, stack)
+        for parameter in parameters:
+            self.state[parameter] |= {"step": torch.tensor(0.0), "cohort": torch.tensor(cohort)}
         for unit in units:
+            self._empty_state(unit)
             places = ((block.parameter, block.number) for block in unit.blocks)
             self._places |= {place: (unit, row) for row, place in enumerate(places)}
         self._units += units
         self._cohorts |= dict.fromkeys(parameters, cohort)
         self.refresher.grow(len(self._units))
         return units
+
+    def _empty_state(self, unit: Unit) -> None:
+        """Leave empty tensors under the keys that `filled_state` fills."""
+        names = ["counts", *self.shapes(unit)]
+        if self._is_late:
+            names += ["pending", *(f"pending{i}" for i, _ in enumerate(self.root_parts(unit)))]
+        for block in unit.blocks:
+            empty = {f"{name}.{block.number}": torch.empty(0) for name in names}
+            self.state[block.parameter] |= empty
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether computed roots may wait to be applied."""
+        return isinstance(self.refresh, Background) and self.refresh.max_staleness > 0
 
     def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         return self.state.get(parameter, {}).get(name)
@@ -401,8 +423,10 @@ class SecondOrder(MatrixOptimizer):
         with self.use(unit, [name]) as (stack,):
             return stack[row]
 
-    def _step_unit(self, unit: Unit, group: Mapping[str, Any]) -> None:
-        rows = [i for i, b in enumerate(unit.blocks) if b.parameter.grad is not None]
+    def _step_unit(
+        self, unit: Unit, group: Mapping[str, Any], updated: Container[nn.Parameter]
+    ) -> None:
+        rows = [i for i, block in enumerate(unit.blocks) if block.parameter in updated]
         if not rows:
             return
         is_all = len(rows) == len(unit.blocks)
@@ -421,7 +445,9 @@ class SecondOrder(MatrixOptimizer):
                 whole.copy_(matrix.view(whole.shape))
 
     def _publish(self, index: int, root: Root) -> None:
-        self.apply_root(self._units[index], root.value)
+        unit = self._units[index]
+        self.apply_root(unit, root.value)
+        unit.has_roots = True
 
     @contextmanager
     def filled_state(self) -> Iterator[None]:
@@ -434,25 +460,32 @@ class SecondOrder(MatrixOptimizer):
         saved = self.refresher.state_dict()
         try:
             for unit in self._units:
-                names = [name for name in self.shapes(unit) if self.has(unit, name)]
-                counts = [saved[each][unit.index] for each in _COUNTS]
-                pending = self.refresher.pending(unit.index) or ()
+                names = list(self.shapes(unit))
+                pending = self.refresher.pending(unit.index)
+                counts = [unit.step, *(saved[each][unit.index] for each in _COUNTS)]
+                is_pending = torch.tensor(int(pending is not None))
+                if pending is None and self._is_late:
+                    pending = tuple(torch.zeros(s, dtype=d) for s, d in self.root_parts(unit))
                 with self.use(unit, names, is_written=False) as stacks:
                     for row, block in enumerate(unit.blocks):
                         state = self.state[block.parameter]
-                        state |= {"step": unit.step, "cohort": unit.cohort}
-                        state[f"refresh.{block.number}"] = counts
+                        state[f"counts.{block.number}"] = torch.tensor(counts)
                         for name, stack in zip(names, stacks, strict=True):
                             state[f"{name}.{block.number}"] = stack[row].clone()
-                        for place, part in enumerate(pending):
-                            state[f"pending{place}.{block.number}"] = part[row].clone()
+                        if pending is not None:
+                            state[f"pending.{block.number}"] = is_pending
+                        for index, part in enumerate(pending or ()):
+                            state[f"pending{index}.{block.number}"] = part[row].clone()
             yield
         finally:
-            for parameter in self._cohorts:
-                self.state.pop(parameter, None)
+            for parameter in self._cohorts:  # new ones: torch's state_dict() keeps the filled ones
+                kept = self.state[parameter]
+                self.state[parameter] = {k: kept[k].clone() for k in ("step", "cohort")}
+            for unit in self._units:
+                self._empty_state(unit)
 
     def take_state(self) -> None:
-        """Build units from `state`, and remove their entries from it."""
+        """Build units from `state`, and empty their entries in it."""
         self.close()
         self._start_anew()
         states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -468,26 +501,28 @@ class SecondOrder(MatrixOptimizer):
                         f"{tuple(parameter.shape)}: it is not one of gg.{type(self).__name__}"
                     )
                 states[parameter] = state
-                cohorts.setdefault((state["cohort"], place), []).append(parameter)
+                cohorts.setdefault((int(state["cohort"]), place), []).append(parameter)
         counts: dict[str, list[int]] = {name: [] for name in _COUNTS}
         pending: list[Value | None] = []
         for (cohort, place), parameters in sorted(cohorts.items(), key=lambda each: each[0]):
             for unit in self._add_units(place, parameters, cohort):
                 kept = [states[block.parameter] for block in unit.blocks]
                 self._fill_unit(unit, kept)
-                pending.append(self._pending_of(unit, kept))
-                for name, count in zip(
-                    _COUNTS,
-                    states[unit.blocks[0].parameter][f"refresh.{unit.blocks[0].number}"],
-                    strict=True,
-                ):
-                    counts[name].append(int(count))
+                first = unit.blocks[0].number
+                unit.step, *numbers = map(int, kept[0][f"counts.{first}"])
+                for name, number in zip(_COUNTS, numbers, strict=True):
+                    counts[name].append(number)
+                unit.has_roots = counts["versions"][-1] >= 0
+                is_pending = int(kept[0].get(f"pending.{first}", 0))
+                pending.append(self._pending_of(unit, kept) if is_pending else None)
+            for parameter in parameters:
+                self.state[parameter]["step"].copy_(states[parameter]["step"])
         self.refresher.load_state_dict(counts, pending=pending)
 
     def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
         """Read the result of a job that no step had applied when the state was saved."""
         blocks = list(zip(unit.blocks, states, strict=True))
-        if f"pending0.{unit.blocks[0].number}" not in states[0]:
+        if any(f"pending0.{b.number}" not in state for b, state in blocks):
             return None
         return tuple(
             torch.stack([state[f"pending{place}.{block.number}"] for block, state in blocks])
@@ -495,12 +530,9 @@ class SecondOrder(MatrixOptimizer):
         )
 
     def _fill_unit(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
-        unit.step = int(states[0]["step"])
         device = unit.blocks[0].parameter.device
         for name, shape in self.shapes(unit).items():
             keys = [f"{name}.{block.number}" for block in unit.blocks]
-            if _is_root(name) and keys[0] not in states[0]:
-                continue
             stack = torch.empty(len(keys), *shape, dtype=unit.dtype, device=device)
             for into, key, state in zip(stack, keys, states, strict=True):
                 if key not in state or tuple(state[key].shape) != tuple(shape):

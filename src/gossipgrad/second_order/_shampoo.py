@@ -170,7 +170,7 @@ class Shampoo(SecondOrder):
     def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """See the base."""
         device = unit.blocks[0].parameter.device
-        old = _ROOTS if self.has(unit, _ROOTS[-1]) else ()
+        old = _ROOTS if unit.has_roots else ()
         with self.use(unit, old, is_written=False):  # on the device first: then both are replaced
             for name, root in zip(_ROOTS, value, strict=True):
                 self.put(unit, name, root.to(device))

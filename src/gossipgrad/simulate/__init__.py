@@ -1,31 +1,24 @@
 """Runs that are not there: virtual ranks in one process, and how long steps take at any scale."""
 
 from ._advise import Advice as Advice
-from ._advise import Candidate as Candidate
 from ._advise import Choice as Choice
 from ._advise import advise as advise
-from ._advise import candidates as candidates
 from ._collective_steps import AllReduce as AllReduce
 from ._collective_steps import CountCost as CountCost
 from ._collective_steps import Local as Local
-from ._collective_steps import Merged as Merged
-from ._collective_steps import PeriodicAverage as PeriodicAverage
-from ._collective_steps import collective_cost as collective_cost
+from ._collective_steps import Sparse as Sparse
 from ._gossip_steps import Gossip as Gossip
 from ._gossip_steps import Suda as Suda
-from ._measuring import Measured as Measured
-from ._model import Pace as Pace
 from ._model import Setting as Setting
 from ._model import Steps as Steps
 from ._model import Strategy as Strategy
 from ._model import Workers as Workers
 from ._network import Network as Network
-from ._network import Racks as Racks
 from ._predict import STRATEGIES as STRATEGIES
 from ._predict import Prediction as Prediction
 from ._predict import predict as predict
-from ._predict import strategy_by_name as strategy_by_name
 from ._probe import SIZES_BYTES as SIZES_BYTES
+from ._probe import Measured as Measured
 from ._probe import Probe as Probe
 from ._probe import check_sizes as check_sizes
 from ._probe import probe as probe

@@ -1,34 +1,50 @@
 """Measuring a network between live workers, and the costs that follow."""
 
 import secrets
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from gossipgrad.comm import Channel, Group, Part, Transport, ZeroMQTransport
-from gossipgrad.planning import AffineCost, PiecewiseCost
+from gossipgrad._messages import first_line
+from gossipgrad.comm import Channel, Group, Outcome, Part, Transport, ZeroMQTransport
+from gossipgrad.errors import GossipError
+from gossipgrad.planning import AffineCost
+from gossipgrad.topology import complete
 
-from ._fitting import OUTWEIGHS, fit_exchange, fit_pair, fit_ring, shows_rate
-from ._measuring import Exchanges, Measured, Points, measure_all_reduce, measure_memory
 from ._network import Network
 
-__all__ = ["SIZES_BYTES", "Probe", "check_sizes", "probe"]
+__all__ = ["SIZES_BYTES", "Measured", "Probe", "check_sizes", "probe"]
 
 SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the messages that `probe` sends, by default."""
 
-_NOISE, _MOST_NOISE = 0.1, 0.5
-_DEVIATIONS = 4.5  # median absolute ones: three standard deviations of a normal distribution
-_NAMES = {"exchange": "exchanges", "all_reduce": "all-reduces"}
-_INSTEAD = {
-    "exchange": "is taken to be no more than any message reached",
-    "all_reduce": "is taken to be that of exchanges",
-}
+_CHAINS, _LONGEST_CHAIN = 3, 16
 _SHARE_OF_EXCHANGES = 0.6  # of the time, all-reduce gets the rest
+_OUTWEIGHS = 3  # start-ups in the largest message, below which its rate is a guess
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One figure: the median time of a message between some ranks.
+
+    Attributes:
+        what: `"exchange"` or `"all-reduce"`.
+        ranks: The pair, or all.
+        size_bytes: Of one message, or of the tensor that is reduced.
+        seconds: Of one exchange, or one all-reduce.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    size_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +52,36 @@ class Probe:
     """The result of `probe`, the same on all ranks.
 
     Attributes:
-        network: The fitted costs. Pairs within a tenth of the usual one, or within the spread of
-            all pairs, are taken to be like it; only others are among its `links`.
-        pairs: Cost of each pair that was measured.
-        all_reduce: Cost of an all-reduce over all ranks, as one line.
+        network: Start-up and rate of the usual exchange, the median over pairs, and of a hop.
+        all_reduce: Cost of an all-reduce over all ranks.
+        pairs: Cost of an exchange of each pair that was measured.
         measured: The figures that were fitted.
-        untold: Of `"exchange"` and `"all_reduce"` those whose largest message was not much longer
-            than its start-up, so that no rate follows from it. Exchanges then have no rate
-            above that of any message, hops of all-reduce that of exchanges.
-        left_out: Of either the sizes for which there was no time.
     """
 
     network: Network
-    pairs: dict[tuple[int, int], AffineCost]
     all_reduce: AffineCost
+    pairs: dict[tuple[int, int], AffineCost]
     measured: tuple[Measured, ...]
-    untold: tuple[str, ...] = ()
-    left_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The network as `Network.from_json` reads it, and the figures beside it."""
         return self.network.to_json() | {
             "measured": [
                 [one.what, list(one.ranks), one.size_bytes, one.seconds] for one in self.measured
-            ],
-            "untold": list(self.untold),
-            "left_out": {what: list(sizes) for what, sizes in self.left_out.items()},
+            ]
         }
 
     def doubts(self) -> list[str]:
-        """A sentence on each thing that the figures do not show, and how to learn it."""
+        """A sentence on each rate that the messages were too short to show."""
+        costs = {"exchange": self.network.exchange, "all-reduce": self.all_reduce}
         doubts = []
-        for what, name in _NAMES.items():
-            sizes = self.left_out.get(what, ())
-            listed = ", ".join(f"{size:,}" for size in sizes)
-            if what in self.untold:
-                longest = max(one.size_bytes for one in self.measured if one.what == what)
-                more = f"more time ({listed} bytes were left out)" if sizes else "larger sizes"
+        for what, cost in costs.items():
+            size = max(one.size_bytes for one in self.measured if one.what == what)
+            if cost(size) < _OUTWEIGHS * cost.alpha_seconds:
                 doubts.append(
-                    f"{name} of up to {longest:,} bytes take less than {OUTWEIGHS} times their "
-                    f"start-up and show no rate, which {_INSTEAD[what]}: give {more}"
+                    f"an {what} of {size:,} bytes, the largest that was measured, is mostly "
+                    "start-up: the rate is a guess. Measure longer, or larger messages"
                 )
-            elif sizes:
-                doubts.append(f"there was no time for {name} of {listed} bytes")
         return doubts
 
 
@@ -89,17 +92,15 @@ def probe(
     budget_seconds: float = 20.0,
     timeout_seconds: float = 30.0,
     transport: Callable[[Group], Transport] = ZeroMQTransport,
+    clock: Clock = time.perf_counter,
 ) -> Probe:
     """Measures the cost of exchanges and all-reduces between the workers of a group.
 
     A collective: all ranks call it alike. Pairs exchange equal messages as gossip does, all
-    disjoint pairs at once: all sizes with two partners, then the smallest and a large one with
-    others, until all pairs are measured or 0.6 of the time is over. The rest goes to ring
-    all-reduces over Gloo. Each figure is the median of a few chains, in which an exchange begins
-    when the one before it has arrived. torch's default group is not used.
-
-    Where time is short, large messages are left out. Where the others are too short to show a
-    rate, rank 0 warns, and the costs have no rate above that of any message.
+    disjoint pairs at once, one partner after another until 0.6 of the time is over. The rest goes
+    to ring all-reduces over Gloo. Each figure is the median of a few chains, in which an exchange
+    begins when the one before it has arrived; sizes for which there is no time are left out.
+    A start-up time and a time a byte are fitted to the medians. torch's default group is not used.
 
     When a worker is late by `timeout_seconds` or dies, this raises on the others, and so does
     every later collective of `group`.
@@ -110,6 +111,7 @@ def probe(
         budget_seconds: Roughly how long to measure.
         timeout_seconds: How long to wait for one message.
         transport: Moves the messages of exchanges, as in `gossipgrad.gossip`.
+        clock: Seconds that have passed, of this rank.
 
     Returns:
         The costs, equal on all ranks.
@@ -118,118 +120,7 @@ def probe(
         ValueError: There is one worker, or the sizes or times are out of range.
         GossipError: A worker is late, or has died or left; the message names it where it is known.
     """
-    _check(group.world_size, sizes_bytes, budget_seconds, timeout_seconds)
-    try:
-        found = _probe(group, sizes_bytes, budget_seconds, timeout_seconds, transport)
-    except BaseException:
-        group.close()  # the others must not wait for this one
-        raise
-    # Rings of many ranks are mostly start-up whatever the size: exchanges show their rate as well.
-    lacking = "exchange" in found.untold or any(found.left_out[what] for what in found.untold)
-    if lacking and group.rank == 0:
-        warnings.warn(f"the network is not fully known: {'; '.join(found.doubts())}", stacklevel=2)
-    return found
-
-
-def _probe(
-    group: Group,
-    sizes_bytes: tuple[int, ...],
-    budget_seconds: float,
-    timeout_seconds: float,
-    transport: Callable[[Group], Transport],
-) -> Probe:
-    run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
-    plan = [Part(torch.float32, 1), *(Part(torch.float32, size // 4) for size in sizes_bytes)]
-    channel = Channel(transport(group), run=run, plan=plan)
-    try:
-        exchanges = Exchanges(group, channel, timeout_seconds)
-        measured = exchanges.measure(sizes_bytes, budget_seconds * _SHARE_OF_EXCHANGES)
-    finally:
-        channel.close(0.5)
-    reduces = measure_all_reduce(
-        group, sizes_bytes, budget_seconds * (1 - _SHARE_OF_EXCHANGES), timeout_seconds
-    )
-    figures = [(one.ranks, one.size_bytes, one.seconds) for one in measured]
-    gathered, *memory = zip(*group.all_gather_object([figures, *measure_memory()]), strict=True)
-    ends: dict[tuple[tuple[int, ...], int], list[float]] = {}  # both ends measure a pair
-    for pair, size, seconds in (figure for figures in gathered for figure in figures):
-        ends.setdefault((tuple(pair), size), []).append(seconds)
-    pairs = [
-        Measured("exchange", pair, size, sum(seconds) / len(seconds))
-        for (pair, size), seconds in sorted(ends.items())
-    ]
-    return _fitted(group.world_size, sizes_bytes, pairs + reduces, *map(median, memory))
-
-
-def _fitted(
-    world_size: int,
-    sizes_bytes: tuple[int, ...],
-    measured: list[Measured],
-    snapshot_seconds_per_byte: float,
-    mix_seconds_per_byte: float,
-) -> Probe:
-    exchanges = [one for one in measured if one.what == "exchange"]
-    by_pair: dict[tuple[int, int], Points] = {}
-    for one in exchanges:
-        by_pair.setdefault((one.ranks[0], one.ranks[1]), []).append((one.size_bytes, one.seconds))
-    points = {
-        "exchange": _usual(exchanges),
-        "all_reduce": [(m.size_bytes, m.seconds) for m in measured if m.what == "all_reduce"],
-    }
-    exchange = fit_exchange(points["exchange"], points["all_reduce"], world_size)
-    all_reduce = fit_ring(points["all_reduce"], world_size, exchange)
-    pairs = {pair: fit_pair(of_pair, exchange) for pair, of_pair in by_pair.items()}
-    sizes, seconds = zip(*points["all_reduce"], strict=True)
-    network = Network(
-        exchange=exchange,
-        hop=all_reduce.hop_of_ring(world_size),
-        all_reduce=PiecewiseCost.fit(sizes, seconds),
-        links={pair: pairs[pair] for pair in _unlike(by_pair, points["exchange"])},
-        snapshot_seconds_per_byte=snapshot_seconds_per_byte,
-        mix_seconds_per_byte=mix_seconds_per_byte,
-        world_size=world_size,
-    )
-    return Probe(
-        network,
-        pairs,
-        all_reduce,
-        tuple(measured),
-        untold=tuple(what for what, of_kind in points.items() if not shows_rate(of_kind)),
-        left_out={
-            what: tuple(size for size in sizes_bytes if size not in dict(of_kind))
-            for what, of_kind in points.items()
-        },
-    )
-
-
-def _usual(exchanges: list[Measured]) -> Points:
-    """The usual link: the median over pairs at each size, so that one bad link spoils nothing."""
-    by_size: dict[int, list[float]] = {}
-    for one in exchanges:
-        by_size.setdefault(one.size_bytes, []).append(one.seconds)
-    return [(size, median(seconds)) for size, seconds in sorted(by_size.items())]
-
-
-def _unlike(by_pair: dict[tuple[int, int], Points], usual: Points) -> list[tuple[int, int]]:
-    """Pairs with another kind of link, by their largest message if it shows a rate."""
-    showing = {size for n, (size, _) in enumerate(usual) if n and shows_rate(usual[: n + 1])}
-    deviations: dict[int, dict[tuple[int, int], float]] = {}
-    for pair, of_pair in by_pair.items():
-        size, seconds = max(of_pair)
-        if size in showing:
-            deviations.setdefault(size, {})[pair] = abs(seconds / dict(usual)[size] - 1)
-    found = set()
-    for of_size in deviations.values():
-        # Where pairs differ much among each other, as on busy hosts, a tenth is noise.
-        noise = min(_MOST_NOISE, max(_NOISE, _DEVIATIONS * median(of_size.values())))
-        found |= {pair for pair, deviation in of_size.items() if deviation > noise}
-    return [pair for pair in by_pair if pair in found]
-
-
-def _check(
-    world_size: int, sizes_bytes: tuple[int, ...], budget_seconds: float, timeout_seconds: float
-) -> None:
-    if world_size < 2:
+    if group.world_size < 2:
         raise ValueError(
             "one worker has no link to measure: start two or more (gossipgrad probe --nproc 4, or "
             "inside torchrun or Slurm)"
@@ -239,6 +130,23 @@ def _check(
         raise ValueError(
             f"budget {budget_seconds} s and timeout {timeout_seconds} s must be above 0"
         )
+    try:
+        run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+        plan = [Part(torch.float32, 1), *(Part(torch.float32, size // 4) for size in sizes_bytes)]
+        channel = Channel(transport(group), run=run, plan=plan)
+        try:
+            exchanges = _Exchanges(group, channel, timeout_seconds, clock)
+            mine = exchanges.measure(sizes_bytes, budget_seconds * _SHARE_OF_EXCHANGES)
+        finally:
+            channel.close(0.5)
+        left_seconds = budget_seconds * (1 - _SHARE_OF_EXCHANGES)
+        reduces = _measure_all_reduce(group, sizes_bytes, left_seconds, timeout_seconds, clock)
+        plain = [(one.ranks, one.size_bytes, one.seconds) for one in mine]
+        gathered = [row for rows in group.all_gather_object(plain) for row in rows]
+        return _fitted(group.world_size, gathered, reduces)
+    except BaseException:
+        group.close()  # the others must not wait for this one
+        raise
 
 
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
@@ -247,3 +155,163 @@ def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
         raise ValueError(f"sizes {sizes_bytes} must rise, and be two or more")
     if any(size < 4 or size % 4 for size in sizes_bytes):
         raise ValueError(f"sizes {sizes_bytes} must be multiples of 4 bytes, above 0")
+
+
+class _Exchanges:
+    """Chains of exchanges with one partner after another, in rounds of one sequence."""
+
+    def __init__(
+        self, group: Group, channel: Channel, timeout_seconds: float, clock: Clock
+    ) -> None:
+        self._group = group
+        self._channel = channel
+        self._timeout_seconds = timeout_seconds
+        self._clock = clock
+        self._flats = [torch.zeros(part.numel, dtype=part.dtype) for part in channel.plan]
+        self._round = 0
+
+    def measure(self, sizes_bytes: tuple[int, ...], budget_seconds: float) -> list[Measured]:
+        """All sizes with one partner after another, as long as there is time."""
+        group, found = self._group, list[Measured]()
+        schedule, deadline = complete(group.world_size, rotate=False), self._clock()
+        deadline += budget_seconds
+        share = budget_seconds / schedule.period / len(sizes_bytes)
+        for number in range(schedule.period):
+            partner = schedule.peers(number, group.rank).send_to
+            timer = _Timer(share)
+            for index, size in enumerate(sizes_bytes):
+                left = max(group.all_gather_object(deadline - self._clock()))
+                if number and left <= 0:
+                    return found
+                if index >= 2 and timer.expected(size) * (1 + timer.length(size)) > left:
+                    break
+                length, mine = timer.length(size), None
+                if partner is None:
+                    self._round += _CHAINS * (1 + length)
+                else:
+                    chains = [self._chain(partner, index + 1, length) for _ in range(_CHAINS)]
+                    mine = median(chains)
+                    pair = min(partner, group.rank), max(partner, group.rank)
+                    found.append(Measured("exchange", pair, size, mine))
+                timer.took(size, max(group.all_gather_object(mine or 0.0)))
+        return found
+
+    def _chain(self, partner: int, bucket: int, length: int) -> float:
+        """Seconds of one exchange in a chain, after a short one that synchronizes the two."""
+        self._exchange(partner, 0)
+        begun = self._clock()
+        for _ in range(length):
+            self._exchange(partner, bucket)
+        return (self._clock() - begun) / length
+
+    def _exchange(self, partner: int, bucket: int) -> None:
+        exchange = self._channel.post(
+            self._round, bucket, self._flats[bucket], send_to=partner, recv_from=partner
+        )
+        self._round += 1
+        outcome = self._channel.take(exchange, self._timeout_seconds)
+        if outcome is Outcome.LATE:
+            raise GossipError(
+                f"rank {partner} did not answer rank {self._group.rank} within "
+                f"{self._timeout_seconds:g} s: is it running, and can messages reach it? A slow "
+                "link needs a longer timeout_seconds"
+            )
+        if outcome is not Outcome.DELIVERED:
+            raise GossipError(f"rank {partner} has died or left while it was measured")
+        exchange.received = None
+
+
+class _Timer:
+    """How many messages of a size fit into a share of the time, by the size before."""
+
+    def __init__(self, share_seconds: float) -> None:
+        self._share_seconds = share_seconds
+        self._last: tuple[int, float] | None = None
+
+    def took(self, size_bytes: int, seconds: float) -> None:
+        """The slowest rank needed that long for a message of that size."""
+        self._last = size_bytes, seconds
+
+    def expected(self, size_bytes: int) -> float:
+        """Seconds of a message at most: as the last one, were it all bytes."""
+        return 0.0 if self._last is None else self._last[1] * size_bytes / self._last[0]
+
+    def length(self, size_bytes: int) -> int:
+        """Messages of a chain."""
+        if self._last is None:
+            return _CHAINS
+        fit = self._share_seconds / _CHAINS / max(self.expected(size_bytes), 1e-6)
+        return max(1, min(_LONGEST_CHAIN, int(fit)))
+
+
+def _measure_all_reduce(
+    group: Group,
+    sizes_bytes: tuple[int, ...],
+    budget_seconds: float,
+    timeout_seconds: float,
+    clock: Clock,
+) -> list[Measured]:
+    """All-reduces over Gloo one after another, as DistributedDataParallel has them."""
+    prefix = dist.PrefixStore(f"probe/{group.broadcast_object(secrets.token_hex(8))}", group.store)
+    # Rings of tens of seconds are ordinary on slow links: the timeout is for one of their hops.
+    timeout = timedelta(seconds=timeout_seconds * group.world_size)
+    ranks, found = tuple(range(group.world_size)), list[Measured]()
+    deadline, timer = clock() + budget_seconds, _Timer(budget_seconds / len(sizes_bytes))
+    try:
+        gloo: Any = dist.ProcessGroupGloo(prefix, group.rank, group.world_size, timeout)
+        gloo.allreduce([torch.zeros(1)]).wait()  # makes connections
+        for index, size in enumerate(sizes_bytes):
+            left = max(group.all_gather_object(deadline - clock()))
+            if index >= 2 and timer.expected(size) * (1 + timer.length(size)) > left:
+                break
+            flat, times, length = torch.zeros(size // 4), list[float](), timer.length(size)
+            for _ in range(_CHAINS):
+                gloo.allreduce([torch.zeros(1)]).wait()  # synchronizes the ranks
+                begun = clock()
+                for _ in range(length):
+                    gloo.allreduce([flat]).wait()
+                times.append((clock() - begun) / length)
+            seconds = median(group.all_gather_object(median(times)))
+            found.append(Measured("all-reduce", ranks, size, seconds))
+            timer.took(size, seconds)
+    except RuntimeError as error:
+        if isinstance(error, GossipError):
+            raise
+        raise GossipError(
+            f"an all-reduce failed: a rank is late, has died or left ({first_line(error)})"
+        ) from error
+    return found
+
+
+def _fitted(
+    world_size: int, rows: Sequence[tuple[Sequence[int], int, float]], reduces: list[Measured]
+) -> Probe:
+    """The costs, of rows of a pair, bytes and seconds, and of the figures of all-reduces."""
+    both_ends: dict[tuple[tuple[int, ...], int], list[float]] = {}
+    for pair, size, seconds in rows:
+        both_ends.setdefault((tuple(pair), size), []).append(seconds)
+    exchanges = [
+        Measured("exchange", pair, size, sum(of_ends) / len(of_ends))
+        for (pair, size), of_ends in sorted(both_ends.items())
+    ]
+    by_pair: dict[tuple[int, int], list[Measured]] = {}
+    for one in exchanges:
+        by_pair.setdefault((one.ranks[0], one.ranks[1]), []).append(one)
+    sizes = sorted({one.size_bytes for one in exchanges})
+    usual = [
+        # The median over pairs at each size, so that one bad link spoils nothing.
+        median(one.seconds for one in exchanges if one.size_bytes == size)
+        for size in sizes
+    ]
+    all_reduce = _fit(reduces)
+    network = Network(
+        exchange=AffineCost.fit(sizes, usual),
+        hop=all_reduce.hop_of_ring(world_size),
+        world_size=world_size,
+    )
+    pairs = {pair: _fit(of_pair) for pair, of_pair in by_pair.items() if len(of_pair) > 1}
+    return Probe(network, all_reduce, pairs, (*exchanges, *reduces))
+
+
+def _fit(measured: list[Measured]) -> AffineCost:
+    return AffineCost.fit([m.size_bytes for m in measured], [m.seconds for m in measured])

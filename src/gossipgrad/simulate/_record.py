@@ -22,7 +22,6 @@ def record_profile(
     batch: Sequence[Tensor],
     loss: Callable[..., Tensor],
     *,
-    name: str | None = None,
     steps: int = 20,
     warm_up_steps: int = 5,
 ) -> Profile:
@@ -41,7 +40,6 @@ def record_profile(
         optimizer: Of its parameters.
         batch: The tensors of a step, on the model's device; the samples are in dim 0 of the first.
         loss: Called as `loss(model, *batch)`; returns a scalar.
-        name: Of the profile; by default the model's class.
         steps: Steps that are recorded.
         warm_up_steps: Steps before them, in which kernels are chosen and memory is allocated.
 
@@ -103,7 +101,7 @@ def record_profile(
     unit = min(parameter.itemsize for parameter in trained)
     moments = [0.0, *after.values()]
     return Profile(
-        name=name or type(model).__name__,
+        name=type(model).__name__,
         device=_device_name(device),
         source=f"recorded: medians over {steps} steps with torch {torch.__version__}",
         batch_size=batch[0].shape[0],

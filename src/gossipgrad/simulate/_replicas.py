@@ -67,12 +67,6 @@ class Replicas:
             return self._backward_one_by_one(x, y)
         return self._backward_shared(x, y) if self.shared else self._backward_in_chunks(x, y)
 
-    def mean_gradients(self) -> None:
-        """Gives every replica the mean of all replicas' gradients."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.copy_(parameter.grad.mean(0, keepdim=True))
-
     @torch.no_grad()
     def build_model(self, row: int | None) -> nn.Module:
         """A new model with the weights and buffers of one replica, or for None the mean of all.

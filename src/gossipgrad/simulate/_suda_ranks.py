@@ -88,7 +88,7 @@ class SudaRanks(Ranks):
                         row for n in self._rows if roles[n] == role for row in self._rows[n]
                     ],
                 }
-                for role in sorted(set(roles.values()), reverse=True)
+                for role in sorted({roles[name] for name in self._rows}, reverse=True)
             ],
             **options,
         )

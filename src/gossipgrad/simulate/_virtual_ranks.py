@@ -43,7 +43,7 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     GossipAdamW,
 )
-_STRATEGIES = ("gossip", "allreduce", "every-log-p", "local", "post-local-sgd")
+_STRATEGIES = ("gossip", "allreduce", "local")
 
 
 class VirtualRanks(Ranks):
@@ -64,10 +64,8 @@ class VirtualRanks(Ranks):
         optimizer: Makes the optimizer of all replicas from the stacked parameters, for example
             `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`. One of torch's that update
             each element by itself.
-        strategy: `"gossip"`; `"allreduce"` (gradients averaged in every step); `"every-log-p"`
-            (weights and state averaged every `ceil(log2 p)` steps, none exchanged between);
-            `"local"` (nothing exchanged, but for `average_every`); `"post-local-sgd"` (all-reduce
-            for `post_local_after` steps, then local steps with averages).
+        strategy: `"gossip"`; `"allreduce"` (gradients averaged in every step); `"local"` (nothing
+            exchanged, but for `average_every`).
         topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination,
             or matching in mode stale.
         mode: Of gossip: `"overlap"`, `"sync"`, `"stale"`, or `"lagged"` (the authors'
@@ -75,10 +73,8 @@ class VirtualRanks(Ranks):
         payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`:
             exchanged by gossip, averaged by periodic averages; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.
-            With `"post-local-sgd"` counted from its second part on.
         exchanges: Of gossip in mode sync: partners of a step, one after the other.
         wire_dtype: Type of gossip on the wire; None: the tensors' own.
-        post_local_after: Steps of the first part of `"post-local-sgd"`.
         loss: Takes the outputs and targets of one rank, returns a scalar.
         seed: Of the rotation of partners, when `topology` is a name.
         delay: Of mode stale: rounds by which every exchange is late; at most, and for None,
@@ -111,8 +107,7 @@ class VirtualRanks(Ranks):
 
     References:
         Daily et al., GossipGraD, arXiv:1803.05880. The rules, and the deviations from the authors'
-        code, are those of `gossipgrad.decentralized._reference`. Lin et al., Don't use large
-        mini-batches, use local SGD, arXiv:1808.07217, for `post-local-sgd`.
+        code, are those of `gossipgrad.decentralized._reference`.
     """
 
     def __init__(
@@ -128,7 +123,6 @@ class VirtualRanks(Ranks):
         average_every: int | str | None = None,
         exchanges: int = 1,
         wire_dtype: torch.dtype | None = None,
-        post_local_after: int | None = None,
         loss: Loss = F.cross_entropy,
         seed: int = 0,
         delay: int | None = None,
@@ -136,16 +130,17 @@ class VirtualRanks(Ranks):
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, but there is at least one rank")
-        gossips = _check_strategy(
-            strategy, payload, {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
-        )
+        gossips = strategy == "gossip"
+        of_others = {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
+        of_all_reduce = {"payload": payload, "average_every": average_every} | of_others
+        _check_strategy(strategy, of_all_reduce if strategy == "allreduce" else of_others)
         self._lagged = gossips and mode == "lagged"
         settings = _settings_of_session(
             world_size,
             topology=topology if gossips else None,
             mode="overlap" if mode is None or self._lagged or not gossips else mode,
-            payload=_payload_of(strategy, payload),
-            average_every=_average_every_of(strategy, average_every),
+            payload=Weights() if payload is None or strategy == "allreduce" else payload,
+            average_every=average_every,
             exchanges=exchanges,
             wire_dtype=wire_dtype if gossips else None,
             seed=seed if gossips else 0,
@@ -153,7 +148,6 @@ class VirtualRanks(Ranks):
         self._settings = settings
         self._schedule = settings.schedule if gossips else None
         self._delay = _delay_of(settings.mode, delay)
-        self._reduced_steps = _reduced_steps_of(strategy, post_local_after)
         shared = strategy == "allreduce"
         super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=shared))
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
@@ -171,7 +165,6 @@ class VirtualRanks(Ranks):
             "average_every": settings.average_every,
             "exchanges": exchanges,
             "wire_dtype": None if settings.wire_dtype is None else str(wire_dtype),
-            "post_local_after": self._reduced_steps,
             "optimizer": type(self.optimizer).__name__,
         }
 
@@ -189,15 +182,11 @@ class VirtualRanks(Ranks):
             ValueError: There is not one batch a rank, or Adam's first moment would travel without
                 its second.
         """
-        losses = self._backward(x, y)
-        reduced, every = self._reduced_steps, self._settings.average_every
-        if reduced is not None and self.steps < reduced:
-            self._replicas.mean_gradients()
+        losses, every = self._backward(x, y), self._settings.average_every
         with torch.no_grad():
             self._update()
         self.steps += 1
-        local = 0 if reduced is None else self.steps - reduced
-        if every is not None and local > 0 and local % every == 0:
+        if every is not None and self.steps % every == 0:
             self.average_()
         return losses
 
@@ -237,8 +226,8 @@ class VirtualRanks(Ranks):
 
         Raises:
             ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
-                delay, payload, average_every, exchanges, wire_dtype, post_local_after or optimizer;
-                nothing is changed.
+                delay, payload, average_every, exchanges, wire_dtype or optimizer; nothing is
+                changed.
         """
         saved = state.get("kind", {})
         for what, here in self._kind.items():
@@ -331,23 +320,18 @@ class VirtualRanks(Ranks):
         )
 
 
-def _check_strategy(strategy: str, payload: object, of_gossip: dict[str, object]) -> bool:
-    """Whether the strategy is gossip; warns of settings that others ignore."""
+def _check_strategy(strategy: str, of_others: dict[str, object]) -> None:
+    """Refuses unknown strategies; warns of settings that another strategy than gossip ignores."""
     if strategy not in _STRATEGIES:
         known = ", ".join(map(repr, _STRATEGIES))
         raise ValueError(f"strategy must be one of {known}, got {strategy!r}")
-    if strategy == "gossip":
-        return True
-    ignored = [name for name, value in of_gossip.items() if value is not None]
-    if payload is not None and strategy in ("allreduce", "every-log-p"):
-        ignored.append("payload")
-    if ignored:
+    ignored = [name for name, value in of_others.items() if value is not None]
+    if ignored and strategy != "gossip":
         warnings.warn(
             f"strategy {strategy!r} ignores {', '.join(ignored)}: leave it out, or choose "
             "strategy='gossip'",
             stacklevel=3,
         )
-    return False
 
 
 def _settings_of_session(world_size: int, **options: Any) -> GossipSettings:
@@ -369,38 +353,6 @@ def _settings_of_session(world_size: int, **options: Any) -> GossipSettings:
             "'lagged'"
         )
     return settings
-
-
-def _payload_of(strategy: str, payload: str | Payload | None) -> str | Payload:
-    if strategy == "every-log-p":
-        return WeightsAndState()
-    return Weights() if payload is None or strategy == "allreduce" else payload
-
-
-def _average_every_of(strategy: str, every: int | str | None) -> int | str | None:
-    if strategy in ("allreduce", "every-log-p") and every is not None:
-        raise ValueError(
-            f"average_every={every!r} with strategy {strategy!r}, which has a rule of its own: "
-            "leave it out, or choose strategy='local'"
-        )
-    if strategy == "post-local-sgd" and every is None:
-        raise ValueError(
-            "strategy 'post-local-sgd' averages in its second part: give average_every, the steps "
-            "between two averages"
-        )
-    return "log_p" if strategy == "every-log-p" else every
-
-
-def _reduced_steps_of(strategy: str, post_local_after: int | None) -> int | None:
-    """Steps from the start in which gradients are averaged; None for all."""
-    if (strategy == "post-local-sgd") != (post_local_after is not None):
-        raise ValueError(
-            f"strategy {strategy!r} with post_local_after={post_local_after}: strategy "
-            "'post-local-sgd' needs it, the steps of its first part, and no other has it"
-        )
-    if post_local_after is not None and post_local_after < 0:
-        raise ValueError(f"post_local_after is {post_local_after}: it counts steps, 0 or more")
-    return None if strategy == "allreduce" else post_local_after or 0
 
 
 def _delay_of(mode: Mode, delay: int | None) -> int:

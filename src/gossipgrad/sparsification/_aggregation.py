@@ -72,6 +72,8 @@ class Aggregation:
         groups: The groups.
         passes: The backward passes.
         broken: Why no further round is possible, None while rounds are.
+        steps: Steps of optimizers so far; equal on all ranks.
+        is_in_closure: Whether a closure runs, which optimizers may call at different weights.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class Aggregation:
     ) -> None:
         self.counters = counters
         self.broken: str | None = None
+        self.steps = 0
+        self.is_in_closure = False
+        self._step = 0, 0
         self._last_counts = False  # whether a step may still use a broken last round
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
@@ -273,6 +278,7 @@ class Aggregation:
             raise GossipError(self.broken)
         self._tickets, self._empty = [], False
         self._opened_seconds = perf_counter()
+        self._step = self.steps, self._checksum() if self.is_in_closure else 0
         self._rescale()
         densities = self._density.at(self.names, self.counters.rounds)
         if densities != self._densities:
@@ -286,6 +292,12 @@ class Aggregation:
                 made.rescale(scale / self.counters.scale)
             self.counters.scale = scale
 
+    @torch.no_grad()
+    def _checksum(self) -> int:
+        """Return a sum of the bits of the weights."""
+        bits = [p.contiguous().flatten().view(torch.int16) for p in self.parameters]
+        return int(torch.stack([each.sum(dtype=torch.int64) for each in bits]).sum())
+
     def _use(self, densities: tuple[float, ...]) -> None:
         for merge, made in zip(self.merges, self.groups, strict=True):
             made.use_densities(densities[merge.start : merge.stop])
@@ -294,6 +306,7 @@ class Aggregation:
     def _launch(self, number: int) -> None:
         made = self.groups[number]
         start = perf_counter()
+        made.step = self._step
         if self._empty:
             made.begin_with_zeros()
         else:
@@ -336,7 +349,10 @@ class Aggregation:
         end = perf_counter()
         error = next((t.error for t in self._tickets if t.error is not None), None)
         if error is not None or self.broken is not None:
-            self._give_up(str(error))
+            self._give_up(
+                f"{error}. If no rank has died, one has made fewer rounds than others (this one "
+                f"{self.counters.rounds}): where a rank has no batch, call step() without gradients"
+            )
             raise GossipError(self.broken) from error
         if (
             self._empty
@@ -352,7 +368,7 @@ class Aggregation:
         self.passes.finish()
         self.counters.rounds += 1
         ranks = self._group.world_size
-        width = sum(made.numel * made.dtype.itemsize for made in self.groups)
+        width = sum(p.nbytes for p in self.parameters)
         self.counters.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
         if self.broken is not None:  # closed while the mean was written
             self._last_counts = True

@@ -20,6 +20,9 @@ __all__ = ["DENSE_DTYPES", "CarriedOver", "MergedGroup", "Timing"]
 
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+_STEP_BYTES = 16  # at the end of a sparse message
+_STEPS = 64  # elements at the end of a dense one
+
 
 class CarriedOver(NamedTuple):
     """The carried-over state of one tensor; None for nothing, or zeros."""
@@ -72,6 +75,7 @@ class MergedGroup:
         finite: Whether all values of the last round were finite.
         rounds_without: For each tensor the rounds since a coordinate was last chosen.
         timing: The times of the last round.
+        step: The step of the round, and a checksum of weights: equal on all ranks, or it fails.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class MergedGroup:
         self.finite = True
         self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
         self.timing = Timing()
+        self.step = 0, 0
         self._shapes = [p.shape for p in parameters]
         self._world_size = world_size
         self._per_tensor = per_tensor
@@ -101,6 +106,7 @@ class MergedGroup:
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
         self.dtype = widened(dtype)
+        self.dense_dtype = DENSE_DTYPES.get(method) or dtype
         self._value_dtype = value_dtype or self.dtype
         self._total, self._total_views = self._new()
         self._residual: Tensor | None = None
@@ -122,12 +128,12 @@ class MergedGroup:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of one round: to each of the other ranks, or by a ring all-reduce."""
+        """Bytes of one round: to each of the other ranks, or of gradients by a ring all-reduce."""
         others = self._world_size - 1
         if self.sparse:  # 0 before the number of coordinates is known
-            return 0 if self._format is None else others * self._format.size_bytes
-        width = (DENSE_DTYPES.get(self.method) or self.dtype).itemsize
-        return 2 * others * self.numel * width // self._world_size
+            form = self._format
+            return 0 if form is None else others * (form.size_bytes + _STEP_BYTES)
+        return 2 * others * self.numel * self.dense_dtype.itemsize // self._world_size
 
     @property
     def memory_bytes(self) -> int:
@@ -156,7 +162,7 @@ class MergedGroup:
             self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
             return
         self._format = SparseFormat(self.numel, sum(counts), self._value_dtype)
-        size = self._format.size_bytes
+        size = self._format.size_bytes + _STEP_BYTES
         self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._gathered = torch.empty(
             size * self._world_size, dtype=torch.uint8, device=self._device
@@ -212,7 +218,9 @@ class MergedGroup:
         if self.sparse:
             assert self._format is not None
             indices = torch.arange(self._format.count, device=self._device)
-            self._format.pack(indices, torch.zeros_like(indices, dtype=self.dtype), self._message)
+            zeros = torch.zeros_like(indices, dtype=self.dtype)
+            self._format.pack(indices, zeros, self._message[:-_STEP_BYTES])
+            self._write_step()
         else:
             self._total.zero_()
         self._staging.mark_written()
@@ -278,8 +286,13 @@ class MergedGroup:
                 velocity.div_(self._moved)
         self._old_kept = False
 
+    def _write_step(self) -> None:
+        self._message[-_STEP_BYTES:].view(torch.int64).copy_(torch.tensor(self.step))
+
     def _new(self) -> tuple[Tensor, list[Tensor]]:
-        flat = torch.zeros(self.numel, dtype=self.dtype, device=self._device)
+        """Return zeros, with room for `_STEPS` more elements behind them, and their views."""
+        room = torch.zeros(self.numel + _STEPS, dtype=self.dtype, device=self._device)
+        flat = room[: self.numel]
         pieces = flat.split(self.sizes)
         return flat, [piece.view(s) for piece, s in zip(pieces, self._shapes, strict=True)]
 
@@ -330,7 +343,8 @@ class MergedGroup:
         else:
             indices = top_k(self._total, self.counts[0])
         values = self._total[indices]
-        sent = self._format.pack(indices, values, self._message)
+        sent = self._format.pack(indices, values, self._message[:-_STEP_BYTES])
+        self._write_step()
         self._swap()
         self._old_kept = True
         assert self._residual is not None
@@ -356,7 +370,11 @@ class MergedGroup:
         assert form is not None
         start = perf_counter()
         unpacked = []
-        for rank, message in enumerate(messages.split(form.size_bytes)):
+        parts = messages.split(form.size_bytes + _STEP_BYTES)
+        steps = [tuple(part[-_STEP_BYTES:].view(torch.int64).tolist()) for part in parts]
+        if len(set(steps)) > 1:
+            raise GossipError(_unequal([step for step, _ in steps]))
+        for rank, message in enumerate(part[:-_STEP_BYTES] for part in parts):
             try:
                 unpacked.append(form.unpack(message))
             except ValueError as error:
@@ -376,18 +394,33 @@ class MergedGroup:
 
     def _exchange_dense(self, group: Group) -> None:
         start = perf_counter()
-        narrow = DENSE_DTYPES.get(self.method)
-        if narrow is None:
-            host = self._staging.to_host(self._total)
-        else:  # divide first: sums of fp16 overflow soon
-            host = self._staging.to_host(self._total.div_(self._world_size).to(narrow))
+        # The sum of the elements behind has one that is not 0 if all ranks are in the same step.
+        total = self._total.as_strided((self.numel + _STEPS,), (1,))
+        total[self.numel :] = 0
+        total[self.numel + sum(self.step) % _STEPS] = 1
+        is_narrow = self.dense_dtype.itemsize < self.dtype.itemsize
+        if is_narrow:  # divide first: sums of fp16 overflow soon
+            host = self._staging.to_host(total.div_(self._world_size).to(self.dense_dtype))
+        else:
+            host = self._staging.to_host(total)
         group.all_reduce_(host)
-        if host is not self._total:
-            self._total.copy_(host)
-        if narrow is None:
+        if host is not total:
+            total.copy_(host)
+        if int(total[self.numel :].count_nonzero()) > 1:
+            raise GossipError(_unequal(()))
+        if not is_narrow:
             self._total.div_(self._world_size)
         self.finite = math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start
+
+
+def _unequal(steps: Sequence[int]) -> str:
+    of_ranks = f" (steps so far, by rank: {', '.join(map(str, steps))})" if steps else ""
+    return (
+        f"the ranks are in different steps in one round{of_ranks}, or evaluate a closure at "
+        "different weights: replicas would drift apart. Make the same passes and steps on every "
+        "rank, and average the loss that a closure returns over ranks"
+    )
 
 
 def _all_finite(grads: Iterable[Tensor | None]) -> bool:

@@ -27,6 +27,9 @@ class StepWatch:
     closure, the backward pass in it is the round, or one follows when the closure returns. An
     optimizer that does not call its closure steps without a round: that ends the session.
 
+    Rounds have the number of this rank's steps, and in a closure a checksum of its weights: if
+    ranks differ in them, the round fails on all.
+
     Gradients written by hand after a round whose step was skipped count as those of that round,
     unless a scaler skipped it and has changed its scale.
 
@@ -56,6 +59,7 @@ class StepWatch:
 
     def start_over(self) -> None:
         """Forget earlier rounds, after a state was loaded."""
+        self._aggregation.steps = 0
         self._stepped_at = {
             id(each): self._aggregation.counters.rounds for each in self._optimizers
         }
@@ -78,10 +82,14 @@ class StepWatch:
         """Wrap the closure to run the missing round after each call."""
 
         def with_round(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
-            self._check_known(optimizer)
-            if self._is_pending(optimizer):
-                self._run_round()
+            self._aggregation.is_in_closure = True
+            try:
+                loss = closure(*args, **kwargs)
+                self._check_known(optimizer)
+                if self._is_pending(optimizer):
+                    self._run_round()
+            finally:
+                self._aggregation.is_in_closure = False
             self._awaiting_closure.discard(id(optimizer))
             return loss
 
@@ -145,6 +153,7 @@ class StepWatch:
             aggregation.end(why)
             raise GossipError(why)
         self._stepped_at[id(optimizer)] = aggregation.counters.rounds
+        aggregation.steps += 1
 
     def _look_for_untrained(self) -> None:
         """Warn once of a parameter that has a gradient and that no optimizer here trains.

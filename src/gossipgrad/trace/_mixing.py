@@ -29,7 +29,8 @@ def too_many_ranks(run: Run) -> str:
         return ""
     return (
         f"{run.name} has {run.world_size:,} ranks: who met whom is drawn for up to {_MAX_RANKS:,}. "
-        "trace.json has all exchanges, and `gossipgrad topology` computes how a schedule mixes."
+        "trace.json has all exchanges, and `gossipgrad.topology.analyse` computes how a schedule "
+        "mixes."
     )
 
 

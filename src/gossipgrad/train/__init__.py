@@ -4,6 +4,7 @@ from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import TrainConfig as TrainConfig
 from ._job import Job as Job
 from ._job import JobError as JobError
+from ._job import to_device as to_device
 from ._join import JoinConfig as JoinConfig
 from ._join import JoinOutcome as JoinOutcome
 from ._join import join_run as join_run
@@ -17,6 +18,7 @@ from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
 from ._run import run as run
 from ._second_order import SecondOrderConfig as SecondOrderConfig
+from ._tasks import load_job as load_job
 from ._world import World as World
 from ._world import find_world as find_world
 from ._world import open_store as open_store
