@@ -1,7 +1,7 @@
 """p ranks of one model in one process: the accuracy of a large run without its machines."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -131,9 +131,10 @@ class VirtualRanks(Ranks):
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, but there is at least one rank")
         gossips = strategy == "gossip"
-        of_others = {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
-        of_all_reduce = {"payload": payload, "average_every": average_every} | of_others
-        _check_strategy(strategy, of_all_reduce if strategy == "allreduce" else of_others)
+        ignored = {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
+        if strategy == "allreduce":
+            ignored = {"payload": payload, "average_every": average_every, **ignored}
+        _check_strategy(strategy, ignored)
         self._lagged = gossips and mode == "lagged"
         settings = _settings_of_session(
             world_size,
@@ -320,7 +321,7 @@ class VirtualRanks(Ranks):
         )
 
 
-def _check_strategy(strategy: str, of_others: dict[str, object]) -> None:
+def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:
     """Refuses unknown strategies; warns of settings that another strategy than gossip ignores."""
     if strategy not in _STRATEGIES:
         known = ", ".join(map(repr, _STRATEGIES))
