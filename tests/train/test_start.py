@@ -59,6 +59,25 @@ def test_a_mistake_is_told_by_rank_0_alone(store, tmp_path):
     assert other.exit_code == 2
 
 
+def test_rank_0_keeps_the_store_until_the_others_have_read_that_it_refuses(store, tmp_path):
+    ended = threading.Event()
+
+    def refuse():
+        (end,) = take_part(0, out=tmp_path, lr_rule="sqrt", model="lenet")
+        read.append(dist.PrefixStore(_worker.MAILBOX, store).add("seen", 0))
+        assert isinstance(end, ValueError)
+        ended.set()
+
+    read = []
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    (other,) = take_part(1, out=tmp_path)
+    thread.join(60)
+    assert other.exit_code == 2
+    assert ended.is_set()
+    assert read == [1]
+
+
 def test_a_rank_that_fails_ends_the_others_with_its_cause(store, tmp_path, monkeypatch):
     def fail_once(config):
         monkeypatch.setattr(_worker, "load_job", load_job)

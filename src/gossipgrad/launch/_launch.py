@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from gossipgrad.comm import interface_towards
 from gossipgrad.errors import GossipError
 
 from ._rendezvous import Rendezvous
@@ -140,11 +141,12 @@ def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
 
 def _defaults(rendezvous: Rendezvous) -> dict[str, str]:
     """Return variables that the user's environment may override."""
-    # One compute thread per worker, like torchrun. On one machine Gloo uses loopback; by default it
-    # would listen at the address of the host name.
+    # One compute thread per worker, like torchrun. Gloo listens on loopback, or where the machine
+    # reaches the store; by default at the address of the host's name, which may be loopback too.
     threads = {"OMP_NUM_THREADS": "1"} if rendezvous.nproc > 1 else {}
-    is_local = rendezvous.nodes == 1 and sys.platform == "linux"
-    return threads | ({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {})
+    interface = "lo" if rendezvous.nodes == 1 else interface_towards(rendezvous.host)
+    is_known = interface is not None and sys.platform == "linux"
+    return threads | ({"GLOO_SOCKET_IFNAME": interface} if is_known else {})
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from gossipgrad.comm import AskedStore
 from gossipgrad.errors import GossipError
 
 _LOOPBACK = "127.0.0.1"
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 30.0
+_MORE_SECONDS = 1.0  # torch's own message is the better one
 
 
 class Rendezvous:
@@ -108,17 +110,25 @@ class Rendezvous:
         )
 
     def _connect(self, timeout_seconds: float) -> dist.Store:
-        try:
+        def connect() -> dist.Store:
             return dist.TCPStore(
                 self.host,
                 self.port,
                 is_master=False,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+
+        try:
+            # In a thread: after a connection that was reset torch waits several times its timeout.
+            return AskedStore(connect, timeout_seconds=timeout_seconds + _MORE_SECONDS).ask(
+                lambda connection: connection
+            )
         except RuntimeError as error:
             raise GossipError(
                 f"node {self.node_rank} found no store at {self.host}:{self.port} within "
-                f"{timeout_seconds:g} s: start `gossipgrad launch` with --node-rank 0 there."
+                f"{timeout_seconds:g} s: start `gossipgrad launch` with --node-rank 0 there, see "
+                "that --rendezvous is an address of that machine which this one reaches, and that "
+                "no other program listens at that port."
             ) from error
 
     def _meet(self, timeout_seconds: float) -> tuple[int, int]:

@@ -90,15 +90,14 @@ class Start:
             self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
 
     def await_failure_seen(self) -> None:
-        """Keep the store, which may be in this process, until all that arrived know of the failure.
+        """Keep the store, which is in this process, until all ranks know of the failure.
 
-        For a few seconds at most.
+        Some may start a little later than this one. For a few seconds at most.
         """
         deadline = time.monotonic() + _SEEN_SECONDS
         with contextlib.suppress(GossipError):
             while time.monotonic() < deadline:
-                others = self.ask(lambda store: store.add("here", 0)) - 1
-                if self.ask(lambda store: store.add("seen", 0)) >= others:
+                if self.ask(lambda store: store.add("seen", 0)) >= self._world_size - 1:
                     return
                 time.sleep(_POLL_SECONDS)
 

@@ -41,7 +41,7 @@ from ._signals import Stops, end_at_once, hear_stops
 from ._start import Start, StartFailedError
 from ._tasks import load_job
 from ._versions import versions
-from ._world import World, find_world, open_store, slurm_rendezvous
+from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
 
 # Ctrl-C in a terminal comes twice: from there, and again from torchrun.
 _ECHO_SECONDS = 1.0
@@ -174,7 +174,8 @@ class _Worker:
             )
         except BaseException:
             self.start.fail("")
-            self.start.await_failure_seen()
+            if hosts_store(self._world.rank):
+                self.start.await_failure_seen()
             raise
         opened = {"config": config.to_json(), "token": leave_token(self._run_dir)}
         self.start.ask(lambda store: store.set("run", json.dumps(opened)))

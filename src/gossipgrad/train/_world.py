@@ -9,9 +9,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from gossipgrad._messages import first_line
+from gossipgrad.comm import AskedStore
 from gossipgrad.errors import GossipError
 
 _LEAST_SECONDS = 0.2  # to reach a store that is there
+_MORE_SECONDS = 1.0  # torch's own message is the better one
 _STORE_TIMEOUT = timedelta(minutes=2)
 
 
@@ -49,7 +51,7 @@ def find_world(environ: Mapping[str, str], *, nproc: int | None = None) -> World
         World(rank=3, world_size=8, launcher='Slurm')
         >>> find_world({})
     """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return World(
             rank=int(environ["RANK"]), world_size=int(environ["WORLD_SIZE"]), launcher="torchrun"
         )
@@ -84,6 +86,11 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def hosts_store(rank: int) -> bool:
+    """Whether this process holds the store; otherwise an agent does, or rank 0."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> dist.Store:
     """The store of the world, at `MASTER_ADDR` and `MASTER_PORT`; in rank 0 unless an agent has it.
 
@@ -93,16 +100,23 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
         GossipError: It cannot be reached.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = dist.TCPStore(
+    limit_seconds = max(timeout_seconds, _LEAST_SECONDS)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size,
-            is_master=hosts,
-            timeout=timedelta(seconds=max(timeout_seconds, _LEAST_SECONDS)),
+            is_master=hosts_store(rank),
+            timeout=timedelta(seconds=limit_seconds),
             wait_for_workers=False,
             multi_tenant=True,
+        )
+
+    try:
+        # In a thread: after a connection that was reset torch waits several times its timeout.
+        store = AskedStore(connect, timeout_seconds=limit_seconds + _MORE_SECONDS).ask(
+            lambda connection: connection
         )
     except KeyError as error:
         raise GossipError(
@@ -112,7 +126,7 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
         raise GossipError(
             f"rank {rank} found no store to meet the others in at {where} within "
             f"{timeout_seconds:g} s; start rank 0, and see that MASTER_ADDR and MASTER_PORT lead "
-            f"to it ({first_line(error)})"
+            f"to it, and that no other program listens there ({first_line(error)})"
         ) from error
     store.set_timeout(_STORE_TIMEOUT)
     return store
