@@ -4,10 +4,12 @@ import gc
 import warnings
 from collections.abc import Container, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gossipgrad.comm import check_ranks, has_peers, parameters_of
@@ -27,7 +29,27 @@ def check_model(model: object) -> None:
             f"model must be a torch.nn.Module, got {what}: give the module whose parameters the "
             "optimizer trains"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "the model is a ScriptModule, which has no hooks on its state: train the module that "
+            "was scripted, and script it afterwards"
+        )
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "a session that is made under torch.inference_mode() cannot train: make it outside of "
+            "that block"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of the model has no shape yet (a lazy module): call the model once on "
+                "an example batch, then make the optimizer and the session"
+            )
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name!r} of the model was made under torch.inference_mode(), so it cannot be "
+                "trained: make the model outside of that block"
+            )
         if tensor.is_meta:
             raise ValueError(
                 f"{name!r} is on the meta device, where tensors have no values: call "

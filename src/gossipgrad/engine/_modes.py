@@ -15,7 +15,8 @@ class _Waiting:
 
     The wait adapts to each link. It is median + `deviations` x MAD of the recent delays of the
     partner's parts after this rank's own, at least `floor_seconds` and at most `deadline_seconds`.
-    A link with fewer than five arrivals gets `deadline_seconds`.
+    A link with fewer than five arrivals takes those of all links; before five parts have arrived
+    the wait is `deadline_seconds`.
 
     Attributes:
         deadline_seconds: The longest wait for a partner that is alive but late. The step then

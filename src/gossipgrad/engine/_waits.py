@@ -1,4 +1,4 @@
-"""How long a step waits for each partner, by the recent arrivals on its link."""
+"""How long a step waits for each partner, by recent arrivals."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from gossipgrad.comm import Exchange, Outcome
 
 __all__ = ["Deadlines", "Patience"]
 
-_REMEMBERED = 32  # arrivals per link
+_REMEMBERED = 32  # arrivals per link, and of all
 _ENOUGH = 5  # arrivals before the wait adapts
 _MAD_TO_DEVIATION = 1.4826  # for a normal distribution
 
@@ -19,11 +19,12 @@ class Deadlines:
     MAD is the median absolute deviation from the median, scaled to the standard deviation of a
     normal distribution. Unlike the standard deviation, it does not grow with a few very late
     arrivals. So a slow link gets the time that it needs, and a prompt link that falls silent does
-    not block a step for long.
+    not block a step for long. Partners rotate, so a link with fewer than five arrivals takes those
+    of all links.
 
     Args:
         floor_seconds: The shortest wait.
-        ceiling_seconds: The longest, and the wait for a link with fewer than five arrivals.
+        ceiling_seconds: The longest wait, and the wait before five parts have arrived.
         deviations: How many MAD beyond the median a step waits.
 
     Example:
@@ -40,6 +41,7 @@ class Deadlines:
         self.ceiling_seconds = ceiling_seconds
         self._floor_seconds = floor_seconds
         self._deviations = deviations
+        self._of_all: deque[float] = deque(maxlen=_REMEMBERED)
         self._arrivals: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
         )
@@ -47,6 +49,7 @@ class Deadlines:
     def note(self, peer: int, seconds: float) -> None:
         """Record how long after this rank's own part a peer's arrived, 0 if it was earlier."""
         self._arrivals[peer].append(seconds)
+        self._of_all.append(seconds)
 
     def note_all(self, peer: int | None, exchanges: Iterable[Exchange]) -> None:
         """Record the delay of the last of a round's parts, if any arrived."""
@@ -61,6 +64,8 @@ class Deadlines:
     def of(self, peer: int | None) -> float:
         """Return how long to wait for a peer now, in seconds."""
         arrivals = () if peer is None else self._arrivals[peer]
+        if len(arrivals) < _ENOUGH:
+            arrivals = self._of_all
         if len(arrivals) < _ENOUGH:
             return self.ceiling_seconds
         usual = median(arrivals)
