@@ -94,6 +94,21 @@ def test_a_rank_that_may_not_send_voids_its_round_and_nobody_waits_for_it(channe
     both(a, b, round=1)
 
 
+def test_a_rank_that_may_not_send_notifies_the_receiver_of_a_directed_round(channels):
+    liveness = Watching()
+    ends = channels(3, liveness=liveness)
+
+    def post_to_the_next(rank):
+        to, of = (rank + 1) % 3, (rank - 1) % 3
+        return ends[rank].post(0, 0, part(rank), send_to=to, recv_from=of)
+
+    first, last = post_to_the_next(0), post_to_the_next(2)
+    liveness.member = False
+    assert post_to_the_next(1).outcome is V
+    assert ends[2].take(last, 60.0) is V
+    assert ends[0].take(first, 60.0) is D
+
+
 def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     liveness = Watching()
     a, b = channels(liveness=liveness)

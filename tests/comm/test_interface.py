@@ -1,10 +1,14 @@
 """Which interface a rank listens on."""
 
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 
-from gossipgrad.comm import ZeroMQTransport, _interface
+from gossipgrad.comm import ZeroMQTransport, _interface, here
+from gossipgrad.comm._interface import own_address
+from gossipgrad.errors import GossipError
 from support.ranks import run_ranks
 
 
@@ -34,3 +38,43 @@ def test_loopback_is_refused_where_ranks_are_on_several_hosts(monkeypatch, bind)
     monkeypatch.setattr(_interface, "here", lambda: next(hosts))
     with pytest.raises(ValueError, match=f"bind='{bind}' is a loopback address"):
         run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind=bind))
+
+
+def test_hosts_are_told_apart_by_their_boot_and_not_by_name(monkeypatch):
+    mine = here()
+    monkeypatch.setattr(socket, "gethostname", lambda: "raspberrypi")
+    assert here() == mine
+    monkeypatch.setattr(Path, "read_text", lambda self: "another boot")
+    assert here() != mine
+
+
+def test_a_link_that_leads_nowhere_ends_the_start_on_all_ranks_with_both_addresses():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+
+    def work(rank, group):
+        gather = group.all_gather_object
+
+        def gather_wrongly(value, **options):
+            values = gather(value, **options)
+            if rank == 0 and str(values[1]).startswith("['tcp://"):
+                values[1][0] = f"tcp://{nowhere}"
+            return values
+
+        group.all_gather_object = gather_wrongly
+        with pytest.raises(GossipError) as caught:
+            ZeroMQTransport(group)
+        return str(caught.value)
+
+    for said in run_ranks(3, work):
+        assert "rank 0 at 127.0.0.1 cannot reach rank 1 at 127.0.0.1:" in said
+        assert "GOSSIPGRAD_BIND" in said
+
+
+def test_an_interface_with_ipv6_alone_can_be_listened_on(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "::1")
+    assert own_address("::1") is None, "loopback is no address for others"
+    (end,) = run_ranks(1, lambda rank, group: ZeroMQTransport(group, bind="::1"))
+    assert end.address == "::1"
+    end.close()

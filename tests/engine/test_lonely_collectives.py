@@ -1,6 +1,9 @@
 """A collective that only some ranks call says so, and is never taken for the mean of all."""
 
+import logging
+import os
 import re
+import signal
 import threading
 import time
 
@@ -148,3 +151,77 @@ def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are
 
     run(2, use)
     assert has_warned() == (not others_call_it)
+
+
+@pytest.mark.parametrize("sees_it", [True, False], ids=["after the end", "in the same generation"])
+@pytest.mark.parametrize("end", ["closes", "fails"])
+def test_a_rank_that_comes_when_the_others_have_given_up_gets_an_error_once(sees_it, end):
+    """Not its own replica for the mean of all."""
+    gave_up = threading.Event()
+
+    def use(me):
+        me.train(3)
+        if me.rank == 0:
+            try:
+                with me.session.group.limit(0.3):
+                    me.mean()
+            except gg.GossipError as error:
+                if end == "fails":
+                    me.session.__exit__(gg.GossipError, error, None)
+                else:
+                    me.session.close()
+            gave_up.set()
+            return
+        assert gave_up.wait(60.0)
+        if sees_it:
+            me.train_until(lambda: me.session.membership.living == (1,))
+        before = me.weights()
+        with pytest.raises(gg.GossipError, match="rank 0"):
+            me.mean()
+        assert torch.equal(me.weights(), before)
+        assert me.mean().isfinite().all()
+
+    run(2, use)
+
+
+def test_a_rank_whose_partners_are_all_gone_is_told_that_it_trains_alone(caplog, monkeypatch):
+    monkeypatch.setattr("gossipgrad.engine._rounds._MOSTLY_VOID_SECONDS", 0.1)
+
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            me.die()
+        me.train_until(lambda: "trains alone" in caplog.text)
+        return me.session.stats().void_rounds
+
+    with caplog.at_level(logging.WARNING, "gossipgrad.engine._rounds"):
+        assert run_mortals(2, main, heartbeats=None)[0] <= 1
+
+
+@pytest.mark.parametrize("when", ["in a step", "between two"])
+def test_a_collective_in_a_signal_handler_is_refused(when):
+    """One rank's handler may interrupt a step, and another's not: the answer is the same."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = []
+
+    def handle(*_):
+        for call in (session.consensus_state_dict, session.average_, session.state_dict):
+            try:
+                call()
+            except gg.GossipError as error:
+                refused.append(str(error))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with gg.gossip(model, optimizer) as session:
+            if when == "in a step":
+                optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+            else:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            until(lambda: len(refused) == 3, 60.0)
+            assert session.consensus_state_dict() is not None, "the program itself may call it"
+    finally:
+        signal.signal(signal.SIGUSR1, before)

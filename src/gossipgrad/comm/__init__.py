@@ -20,6 +20,8 @@ from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
 from gossipgrad.comm._heartbeats import check_heartbeats as check_heartbeats
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
+from gossipgrad.comm._interface import here as here
+from gossipgrad.comm._interface import interface_towards as interface_towards
 from gossipgrad.comm._interface import joining_address as joining_address
 from gossipgrad.comm._ledger import Exchange as Exchange
 from gossipgrad.comm._ledger import Outcome as Outcome

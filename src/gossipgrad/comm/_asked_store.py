@@ -89,6 +89,7 @@ class AskedStore:
         self.timeout_seconds = timeout_seconds
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._silent: Future[Any] | None = None
+        self._starting = threading.Lock()
         connect: Callable[[], dist.Store]
         connect = store.clone if isinstance(store, dist.Store) else store  # pyrefly: ignore
         end = partial(self._questions.put, None)
@@ -131,9 +132,15 @@ class AskedStore:
     def begin(self, question: Callable[[dist.Store], T]) -> "Future[T]":
         """Queue a question without waiting; the future gets its answer."""
         answer: Future[T] = Future()
+        if not self.close.alive:
+            answer.set_exception(
+                StoreSilentError("this rank has closed its connection to the store")
+            )
+            return answer
         self._questions.put((question, answer))
-        if self._thread.ident is None:
-            self._thread.start()
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
         return answer
 
 

@@ -141,8 +141,8 @@ class Channel:
             exchange = Exchange(round, bucket, send_to, recv_from, self._place(round))
             if self.closed or not is_member:
                 exchange.finish(Outcome.VOID)
-                if send_to == recv_from and not self.closed:
-                    self.void(round, send_to)  # otherwise the partner waits for it
+                if not self.closed:
+                    self.void(round, send_to)  # otherwise the receiver waits for it
                 return exchange
             self._last = max(self._last, exchange.at)
             self._grants.answer(self._last)

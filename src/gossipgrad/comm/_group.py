@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,10 +95,10 @@ class Group:
         self._number = 0  # of the next collective in its generation
         self._named: set[tuple[str, tuple[int, ...]]] = set()  # members already named in a warning
         self._broken: str | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
         self._under_way = False
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = self._unlimited_seconds = timeout_seconds
         self._gone = gone
         self._newest: Callable[[], Membership | None] = lambda: None
         self._listen: Callable[[], object] = lambda: None
@@ -112,7 +113,8 @@ class Group:
                 except RuntimeError as error:
                     raise GossipError(
                         f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
-                        f"the session: {explained(error)}"
+                        f"the session: {explained(error)}. Look there for what went wrong; "
+                        "start_timeout_seconds sets how long a rank waits"
                     ) from error
                 # A rank that leaves as soon as it is connected breaks ranks still connecting.
                 self.barrier()
@@ -264,6 +266,8 @@ class Group:
         So does a collective that another thread of this rank is in, or that a signal handler
         interrupted.
         """
+        if os.getpid() != self._process:
+            return  # a forked child: Gloo's threads and connections belong to its parent
         self._closed = True
         with self._lock:
             if not self._under_way:  # otherwise this thread's own collective does it when it ends
@@ -357,7 +361,8 @@ class Group:
         gloo = self._rendezvous.connect(
             self._timeout_seconds, listen=end_in_vain, unless=self.unless, late=self._warn_of
         )
-        gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
+        # `limit` may hold now, and not in later collectives; `_wait` applies it.
+        gloo._set_default_timeout(timedelta(seconds=self._unlimited_seconds))
         return gloo
 
     def _run(self, start: Callable[[Any], Any], *, meets: bool = False) -> None:

@@ -4,21 +4,34 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
+import sys
+import uuid
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gossipgrad.comm._group import Group
+if sys.platform == "linux":
+    import fcntl
 
-__all__ = ["check_bound", "here", "interface_of", "joining_address"]
+if TYPE_CHECKING:
+    from gossipgrad.comm._group import Group
+
+__all__ = [
+    *("BIND", "GLOO", "check_bound", "gloo_interface", "here", "interface_of", "interface_towards"),
+    *("is_address", "joining_address", "own_address"),
+]
 
 BIND = "GOSSIPGRAD_BIND"
+GLOO = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
 _WAY_OUT = (
     f"name the interface: {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, or "
     "transport=lambda group: ZeroMQTransport(group, bind='10.0.0.7')"
 )
 
 
-def interface_of(group: Group, asked: str | None = None) -> tuple[str, bool]:
+def interface_of(group: "Group", asked: str | None = None) -> tuple[str, bool]:
     """Return the interface to listen on, and whether all ranks are on one host.
 
     The interface is given by the argument or by `GOSSIPGRAD_BIND`. Otherwise it is loopback if all
@@ -32,13 +45,7 @@ def interface_of(group: Group, asked: str | None = None) -> tuple[str, bool]:
     one_host = len(set(group.all_gather_object(here()))) == 1
     if asked or one_host:
         return asked or "127.0.0.1", one_host
-    address = _own_address(os.environ.get("MASTER_ADDR"))
-    if _is_loopback(address):
-        raise ValueError(
-            f"this host's name {socket.gethostname()!r} resolves to the loopback address "
-            f"{address}, which other hosts cannot reach: {_WAY_OUT}"
-        )
-    return address, one_host
+    return _require_address(os.environ.get("MASTER_ADDR")), one_host
 
 
 def check_bound(asked: str, address: str, *, one_host: bool) -> None:
@@ -71,7 +78,7 @@ def joining_address(others: Collection[str], *, towards: str) -> str:
         ValueError: If they could not reach it.
     """
     are_local = [_is_loopback(other) for other in others]
-    asked = os.environ.get(BIND) or ("127.0.0.1" if any(are_local) else _own_address(towards))
+    asked = os.environ.get(BIND) or ("127.0.0.1" if any(are_local) else _require_address(towards))
     if _is_loopback(asked) and not all(are_local):
         raise ValueError(
             f"ranks of the run listen on {', '.join(sorted(set(others)))}, and this one would "
@@ -82,11 +89,76 @@ def joining_address(others: Collection[str], *, towards: str) -> str:
 
 
 def here() -> str:
-    """Identify this host and its network namespace, which has its own loopback."""
-    network = ""
+    """Identify this host's boot and its network namespace, which has its own loopback.
+
+    Not by name: cloned machines have equal names, and on them the first namespace has the same
+    number.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:  # not Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def own_address(towards: str | None) -> str | None:
+    """Return the address of this host on the route to `towards`, or that of its name; local.
+
+    None if there is none but loopback.
+    """
+    if towards is not None:
+        for family, where in _addresses(towards):
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(family, socket.SOCK_DGRAM) as probe,
+            ):
+                probe.connect(where)  # sends nothing: it only looks up the route
+                if not _is_loopback(address := probe.getsockname()[0]):
+                    return address
+    named = [where[0] for _, where in _addresses(socket.gethostname())]
+    return next((address for address in named if not _is_loopback(address)), None)
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface on the route to a host, None if it is not known; local."""
+    address = own_address(host)
+    if address is None or sys.platform != "linux":
+        return None
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name.encode())
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+            answer = fcntl.ioctl(any_.fileno(), _SIOCGIFADDR, request)
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def gloo_interface(*, one_host: bool) -> str | None:
+    """Return the address or interface that Gloo listens on, the same as links; local.
+
+    None: it finds one by itself, from its own variable or this host's name.
+    """
+    if os.environ.get(GLOO):
+        return None
+    fallback = "127.0.0.1" if one_host else own_address(os.environ.get("MASTER_ADDR"))
+    return os.environ.get(BIND) or fallback
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address, and not the name of an interface."""
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _addresses(host: str) -> list[tuple[int, Any]]:
+    """Return the families and addresses of a host, IPv4 first; empty for an unknown one."""
     with contextlib.suppress(OSError):
-        network = str(Path("/proc/self/ns/net").readlink())
-    return f"{socket.gethostname()} {network}"
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        return [(each[0], each[4]) for each in sorted(found, key=lambda each: each[0])]
+    return []
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -102,20 +174,18 @@ def _is_loopback(address: str) -> bool:
         return address in ("lo", "localhost")
 
 
-def _own_address(towards: str | None) -> str:
-    if towards is not None:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        ):
-            probe.connect((towards, 9))  # sends nothing: it only looks up the route
-            address = probe.getsockname()[0]
-            if not _is_loopback(address):
-                return address
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError as error:
+def _require_address(towards: str | None) -> str:
+    """Return `own_address`.
+
+    Raises:
+        ValueError: There is none that other hosts could reach.
+    """
+    if (address := own_address(towards)) is None:
+        name = socket.gethostname()
+        found = ", ".join(sorted({where[0] for _, where in _addresses(name)})) or "no address"
+        master = "MASTER_ADDR is not set" if towards is None else f"the way to {towards!r} is none"
         raise ValueError(
-            f"this host's name {socket.gethostname()!r} resolves to no address ({error}): "
-            f"{_WAY_OUT}"
-        ) from error
+            f"this host has no address that other hosts can reach, as far as it knows: its name "
+            f"{name!r} resolves to {found}, and {master}: {_WAY_OUT}"
+        )
+    return address

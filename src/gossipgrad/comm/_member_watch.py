@@ -77,6 +77,7 @@ class MemberWatch(Liveness):
         store_lost: Why the store cannot be used, None while it can. While it is lost, leases do not
             apply.
         visit: Called with the store at each beat while this rank is a member.
+        calls: How many collectives of the session this rank has entered, for its `Loss`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class MemberWatch(Liveness):
         self.latest = first
         self.store_lost: str | None = None
         self.visit: Callable[[Any], object] = lambda store: None
+        self.calls = 0
         self._store, self._rank, self._settings = store, rank, settings
         self._reconnect, self._now = reconnect, now
         self._record = Record(store, first)
@@ -316,7 +318,8 @@ class MemberWatch(Liveness):
         known = None
         while self.latest is not known and {*ranks} & {*self.latest.living}:
             known = self.latest
-            desired = known.without(ranks, left=left, by=self._rank)
+            calls = self.calls if left else 0
+            desired = known.without(ranks, left=left, by=self._rank, calls=calls)
             newest = self._record.replace(known, desired)
             self._learn(newest)
             for rank in {*known.joined} - {*newest.joined}:  # no rank watches it any more

@@ -28,6 +28,7 @@ class Loss:
         why: The reason, in words that follow "rank 3".
         left: Whether it closed its session; otherwise it was declared dead.
         by: The rank that wrote it, -1 for none.
+        calls: How many collectives of the session a rank that closed it had entered.
     """
 
     generation: int
@@ -35,6 +36,7 @@ class Loss:
     why: str
     left: bool
     by: int
+    calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,9 @@ class Membership:
         """The ranks that were declared dead."""
         return {rank: loss for rank, loss in self.gone.items() if not loss.left}
 
-    def without(self, ends: Mapping[int, str], *, left: bool, by: int) -> "Membership":
+    def without(
+        self, ends: Mapping[int, str], *, left: bool, by: int, calls: int = 0
+    ) -> "Membership":
         """Return the next generation without some ranks, or itself if none of them lives.
 
         Of many gone joiners, those gone for longest are dropped.
@@ -96,7 +100,7 @@ class Membership:
             return self
         number, now = self.generation + 1, time.time()
         losses = {
-            rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by)
+            rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by, calls=calls)
             for rank, why in ends.items()
         }
         gone = {**self.gone, **losses}

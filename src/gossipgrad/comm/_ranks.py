@@ -81,7 +81,7 @@ def resolve_group(
     mesh: DeviceMesh | None = None,
     *,
     asks: str = "gossip()",
-    start_timeout_seconds: float = 60.0,
+    start_timeout_seconds: float = 30.0,
 ) -> Group:
     """Return the group of the ranks that take part: of a group or a mesh axis, by default all.
 
@@ -102,10 +102,11 @@ def resolve_group(
         return Group.from_process_group(
             process_group, start_timeout_seconds=start_timeout_seconds, call=f"gossipgrad.{asks}"
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1:
+    launched = os.environ.get("WORLD_SIZE") or "1"
+    if launched.strip() != "1":
         raise ValueError(
             f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
-            f"torch.distributed.init_process_group('gloo') before {asks}"
+            f"torch.distributed.init_process_group('gloo') before {asks}, or unset WORLD_SIZE if "
+            "another launcher has left it behind"
         )
     return Group(dist.HashStore(), 0, 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from gossipgrad._messages import first_line
 from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
+from gossipgrad.comm._interface import BIND, GLOO, gloo_interface, here, is_address
 from gossipgrad.errors import GossipError
 
 __all__ = ["LATE_SECONDS", "GivenUpError", "Rendezvous", "explained", "named"]
@@ -19,7 +21,7 @@ __all__ = ["LATE_SECONDS", "GivenUpError", "Rendezvous", "explained", "named"]
 LATE_SECONDS = 5.0  # in a collective, before a warning names the missing members
 
 _UNUSED_TAG = 1
-_CONNECT = timedelta(seconds=30)
+_CONNECT = timedelta(seconds=15)
 _POLL_SECONDS = 0.005
 _ROLL_CALL_SECONDS = 2.0  # between timeouts of ranks that waited for the same member
 _SHOWS_SECONDS = 1.0  # in a collective, before a rank reports that it waits
@@ -70,7 +72,7 @@ class Rendezvous:
         place, size = self._members.index(self._rank), len(self._members)
         deadline, soon = Deadline(timeout_seconds), Deadline(LATE_SECONDS)
         has_named = False
-        asked.ask(lambda store: store.set(here[self._rank], ""), listen=listen)
+        asked.ask(self._arrive, listen=listen)
         while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
             listen()
             try:
@@ -86,19 +88,43 @@ class Rendezvous:
                 raise GivenUpError(f"waited {timeout_seconds:g} s for {missing}")
             time.sleep(_POLL_SECONDS)
 
-        def make(store: dist.Store) -> Any:
-            return dist.ProcessGroupGloo(dist.PrefixStore(self._name, store), place, size, connect)
+        one_host = not asked.ask(lambda store: store.check([f"{self._name}/hosts"]), listen=listen)
+        interface = gloo_interface(one_host=one_host)
+        tried = f"{GLOO}={os.environ.get(GLOO)}" if interface is None else interface
+        way_out = (
+            f"this rank tried {tried}: set {GLOO}, or {BIND}, on each host to the interface that "
+            "the others reach, such as eth1, and unset it where it names none"
+        )
 
+        def make(store: dist.Store) -> Any:
+            options: Any = connect
+            if interface is not None:
+                which = "hostname" if is_address(interface) else "interface"
+                options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
+                options._timeout = connect
+                options._devices = [dist.ProcessGroupGloo.create_device(**{which: interface})]
+            return dist.ProcessGroupGloo(dist.PrefixStore(self._name, store), place, size, options)
+
+        limit = connect.total_seconds() + asked.timeout_seconds
         try:
-            limit = connect.total_seconds() + asked.timeout_seconds
             gloo = asked.ask(make, timeout_seconds=limit, listen=listen)
-        except (StoreSilentError, GivenUpError):
+        except GivenUpError:
             raise
+        except StoreSilentError as error:
+            raise GivenUpError(f"ranks did not connect within {limit:g} s; {way_out}") from error
         except RuntimeError as error:
-            missing = named(self.call_roll("connect"))
-            raise GivenUpError(f"{missing} did not connect ({first_line(error)})") from error
+            missing = self.call_roll("connect")
+            who = named(missing) if missing else "ranks"
+            raise GivenUpError(f"{who} did not connect ({first_line(error)}); {way_out}") from error
         asked.begin(lambda store: store.delete_key(here[self._rank]))  # all members have read it
         return gloo
+
+    def _arrive(self, store: dist.Store) -> None:
+        """Report that this member is present, and whether members are on several hosts."""
+        host = here()
+        if store.compare_set(f"{self._name}/host", "", host).decode() != host:
+            store.set(f"{self._name}/hosts", "")
+        store.set(self._keys("here")[self._rank], "")
 
     def call_roll(self, occasion: str) -> list[int]:
         """Return members that do not soon report a timeout of their own."""

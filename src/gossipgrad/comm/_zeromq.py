@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import resource
 import threading
 import warnings
 import weakref
@@ -19,11 +20,12 @@ from zmq.utils.garbage import gc
 from zmq.utils.monitor import parse_monitor_message
 
 from gossipgrad.comm._access import Access, check_encrypt, check_same, meet_access
+from gossipgrad.comm._asked_store import Deadline
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._interface import check_bound, interface_of
+from gossipgrad.comm._interface import BIND, check_bound, interface_of
 from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._zeromq_link import WATCHED, Link
-from gossipgrad.errors import AgreementError
+from gossipgrad.errors import AgreementError, GossipError
 
 __all__ = ["ZeroMQTransport", "resolve_transport"]
 
@@ -31,9 +33,13 @@ _HEADER_BYTES = 1 << 14
 _CURVE_BYTES = 64  # encryption adds 33 bytes to a message, before its size is checked
 _QUEUED_MESSAGES = 4096
 _NOT_OURS = Received(b"", None)  # for the channel to count
+_SOCKETS, _FILES = 4, 8  # of a link, and more than needed: partners rotate through all ranks
+_OTHER_FILES = 256  # of the rest of the process
 _KEEPALIVE_SECONDS = (10, 5)  # the idle time before a link is probed, and the interval after that
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
+_PING = b"gossipgrad ping"
+_PING_SECONDS, _PING_POLL_SECONDS = 10.0, 0.05
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
 
 _open: "weakref.WeakSet[ZeroMQTransport]" = weakref.WeakSet()
@@ -86,7 +92,8 @@ class ZeroMQTransport:
         ValueError: If the interface cannot be listened on, or cannot be reached from other hosts;
             if there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
         AgreementError: If ranks have different secrets, or only some encrypt.
-        GossipError: If a rank dies while addresses are exchanged, or has no secret.
+        GossipError: If a rank dies while addresses are exchanged, or has no secret; or if a
+            message from each rank to the next does not arrive.
     """
 
     reopens = True
@@ -114,6 +121,7 @@ class ZeroMQTransport:
             introductions = group.all_gather_object(self.introduction)
             for member, introduction in zip(group.members, introductions, strict=True):
                 self.add_peer(member, introduction)
+            self._prove_links(group)
 
     @classmethod
     def joining(
@@ -253,6 +261,40 @@ class ZeroMQTransport:
         if self._sockets.authenticator is not None and os.getpid() == self._sockets.process:
             self._sockets.authenticator.stop()
 
+    def _prove_links(self, group: Group) -> None:
+        """Send a message to the next rank, and await that of the one before; a collective.
+
+        Nothing else is on the links before all ranks have done so.
+
+        Raises:
+            GossipError: On every rank, if a message did not arrive in time.
+        """
+        if (size := len(group.members)) == 1:
+            return
+        index = group.members.index(group.rank)
+        after, before = group.members[(index + 1) % size], group.members[index - 1]
+        self.send(after, b"%s %d" % (_PING, group.rank))
+        expected, deadline, has_arrived = b"%s %d" % (_PING, before), Deadline(_PING_SECONDS), False
+        while not has_arrived and not deadline.is_over():
+            events = self.receive(_PING_POLL_SECONDS)
+            if any(isinstance(event, Lost) for event in events):
+                break  # the others learn of it below
+            has_arrived = any(
+                isinstance(each, Received) and each.header == expected for each in events
+            )
+        problems = [
+            f"rank {before} at {_address_of(self.introductions[before][0])} cannot reach rank "
+            f"{rank} at {self.introductions[rank][0].removeprefix('tcp://')}"
+            for rank, before, arrived in group.all_gather_object([group.rank, before, has_arrived])
+            if not arrived
+        ]
+        if problems:
+            raise GossipError(
+                f"links do not work: {'; '.join(problems)}. Name the interface that the others "
+                f"reach on each host, {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, and let "
+                "firewalls pass TCP between the ranks, to any port"
+            )
+
     @contextmanager
     def _listen(
         self,
@@ -271,7 +313,9 @@ class ZeroMQTransport:
         self._access = access
         self._sending = threading.Lock()
         self._closed = False
+        _make_room(world_size)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, max(1023, _SOCKETS * world_size))
         listener = context.socket(zmq.PULL)
         self._sockets = _Sockets(context, listener, access.let_in(listener))
         self._links = self._sockets.links
@@ -294,7 +338,7 @@ class ZeroMQTransport:
             raise
 
     def _arrivals(self) -> Iterator[Received]:
-        while True:
+        for _ in range(_QUEUED_MESSAGES):  # not more: a flood must not hold up a step
             try:
                 head, *rest = self._sockets.listener.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -369,15 +413,38 @@ def resolve_transport(transport: Any, *, encrypt: Any = None) -> Callable[[Group
     return lambda group, largest_bytes: transport(group)
 
 
+def _make_room(world_size: int) -> None:
+    """Raise this process's limit of open files, if links to all ranks need more.
+
+    Raises:
+        ValueError: The system allows too few.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OTHER_FILES + _FILES * world_size
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"links among {world_size} ranks need about {needed} open files in each process, and "
+            f"this system allows {hard}: raise it (ulimit -Hn {needed}, or LimitNOFILE= of the "
+            "service), or train fewer ranks"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _bind(listener: "zmq.Socket[bytes]", address: str, *, one_host: bool) -> str:
     """Listen on a free port; return the endpoint.
 
     Raises:
         ValueError: The interface is not of this host, or the others cannot reach it.
     """
+    where = f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*"
     listener.setsockopt(zmq.IPV6, int(":" in address))
     try:
-        listener.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
+        try:
+            listener.bind(where)
+        except zmq.ZMQError:  # an interface may have an IPv6 address only
+            listener.setsockopt(zmq.IPV6, 1)
+            listener.bind(where)
     except zmq.ZMQError as error:
         raise ValueError(
             f"cannot listen on bind={address!r} ({error}): it must be an address or "

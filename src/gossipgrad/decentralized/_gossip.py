@@ -80,7 +80,7 @@ def gossip(
     encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
-    start_timeout_seconds: float = 60.0,
+    start_timeout_seconds: float = 30.0,
 ) -> GossipSession:
     """Train `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
 

@@ -109,6 +109,7 @@ class Averaging:
             return True
         if kind != "periodic":
             self._number += 1
+            self._members.note_call(self._number)
         self._group.call = _CALLS[kind]
         awaited: set[int] = set()
         while True:
@@ -122,6 +123,7 @@ class Averaging:
             except GossipError:
                 if self._group.broken is not None and self._members.changed():
                     continue  # nothing was done yet: the living ranks meet again
+                self._members.check_store(rounds)
                 raise
             rounds.next_round = max(view[1] for view in gathered)
             views = dict(zip(self._group.members, gathered, strict=True))
@@ -267,6 +269,15 @@ class Averaging:
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
         """Refuse to return one replica as the mean of all; warn if the others ended long before."""
+        gave_up = self._members.left_after(self._number)
+        if gave_up:
+            self._number = max(gave_up.values())
+            raise GossipError(
+                f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named([*gave_up])} "
+                "called it, waited for this rank, gave up and closed their sessions. The mean of "
+                "all is lost. This rank's own replica is unchanged: save it, or call again to get "
+                "it as the mean of the one rank that is left"
+            )
         if not (closed := self._members.closed()):
             return
         who = f"{_CALLS[kind]} on rank {self._group.rank}"

@@ -18,10 +18,11 @@ from gossipgrad.comm import (
     Transport,
     finalize_early,
     is_joinable,
+    named,
 )
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.errors import AgreementError
+from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.topology import Schedule, among
 
 __all__ = ["Members"]
@@ -103,6 +104,11 @@ class Members:
         if self.watch is not None:
             self.watch.start()
 
+    def confirm(self) -> None:
+        """Renew this rank's lease if it is old, before a round is sent; see `MemberWatch`."""
+        if self.watch is not None:
+            self.watch.confirm()
+
     def follow_latest(self, rounds: Rounds | None) -> bool:
         """Apply the newest known generation; return whether it is a later one; local.
 
@@ -160,6 +166,31 @@ class Members:
         gone = self.current.gone.items()
         is_alone = self.current.living == (self._group.rank,)
         return [rank for rank, loss in gone if is_alone and loss.left and loss.why == LEFT]
+
+    def left_after(self, number: int) -> dict[int, int]:
+        """Return ranks that entered the session's n-th collective and left, if no other is left.
+
+        The values are how many each had entered.
+        """
+        is_alone = self.current.living == (self._group.rank,)
+        gone = self.current.gone.items() if is_alone else ()
+        return {rank: loss.calls for rank, loss in gone if loss.left and loss.calls >= number}
+
+    def note_call(self, number: int) -> None:
+        """Note that this rank enters the session's n-th collective."""
+        if self.watch is not None:
+            self.watch.calls = number
+
+    def check_store(self, rounds: Rounds) -> None:
+        """Raise `GossipError` if ranks are gone and the store, which removes them, is lost."""
+        if gone := self.unreachable(rounds):
+            assert self.watch is not None
+            raise GossipError(
+                f"no collective is possible any more: {named([*gone])} cannot be reached, and "
+                f"cannot be removed from the run, since {self.watch.store_lost}. Training "
+                "continues with the ranks that can be reached; save this rank's own replica with "
+                "model.state_dict()"
+            )
 
     def unreachable(self, rounds: Rounds | None) -> dict[int, str]:
         """See `Session.unreachable`."""

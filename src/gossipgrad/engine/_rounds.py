@@ -340,8 +340,8 @@ class Rounds:
         if outcome is not Outcome.LATE and place not in transfer.counted:
             transfer.counted.add(place)
             self.outcomes[outcome] += 1
-            if outcome is Outcome.VOID:
-                self._note_void(transfer.round)
+            if outcome in (Outcome.VOID, Outcome.DEAD_PEER):
+                self._note_void(transfer.round, is_void=outcome is Outcome.VOID)
             times = exchange.posted_seconds, exchange.finished_seconds or end
             self._span("exchange", *times, **transfer.describe(place))
         return outcome
@@ -495,11 +495,15 @@ class Rounds:
             transfer.peers.recv_from,
         )
 
-    def _note_void(self, round: int) -> None:
-        """Count a void round, once for all its flows and buckets; warn once if most are void."""
+    def _note_void(self, round: int, *, is_void: bool = True) -> None:
+        """Count a round that is void, or whose partner is gone, once for all its buckets.
+
+        Warn once if most rounds are.
+        """
         if round == self._last_void:
             return
-        self.void_rounds += 1
+        if is_void:
+            self.void_rounds += 1
         self._last_void = round
         self._voids.append(round)
         if len(self._voids) < _MANY_VOID or round - self._voids[0] >= _LAST_ROUNDS:
@@ -507,9 +511,10 @@ class Rounds:
         elif time.perf_counter() > self._rarely_void_seconds + _MOSTLY_VOID_SECONDS:
             self._rarely_void_seconds = math.inf
             logger.warning(
-                "rank %d: most of its last %d rounds were void, so it trains alone: its partners "
-                "wait in a collective of the session that this rank has not called (every rank "
-                "must call it), or they take far fewer steps; session.stats() counts both",
+                "rank %d: most of its last %d rounds were void, or their partners are gone, so it "
+                "trains alone: its partners wait in a collective of the session that this rank has "
+                "not called (every rank must call it), they take far fewer steps, or the network "
+                "between them is cut; session.stats() counts all three",
                 *(self._rank, _LAST_ROUNDS),
             )
 

@@ -93,6 +93,12 @@ class StaleRounds(Rounds):
             transfer.wait_all(deadline)
         self._mix_arrived(list(self._open))
 
+    def cancel(self) -> None:
+        """Cancel everything in flight without waiting."""
+        super().cancel()
+        self._opened_at.clear()
+        self._late_rounds.clear()
+
     def _open_next(self, flows: Sequence[Flow]) -> list[Transfer]:
         """Send the next round's snapshots, or void the round."""
         start = time.perf_counter()

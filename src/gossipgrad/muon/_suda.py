@@ -59,7 +59,7 @@ def suda(
     encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
-    start_timeout_seconds: float = 60.0,
+    start_timeout_seconds: float = 30.0,
 ) -> SudaSession:
     r"""Train `model` by decentralized Muon: momentum is tracked before it is polarised.
 

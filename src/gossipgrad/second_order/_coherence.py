@@ -3,7 +3,6 @@
 import logging
 import math
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from gossipgrad.comm import (
     Part,
     Transport,
     check_timeout,
+    here,
     resolve_group,
     resolve_transport,
 )
@@ -54,7 +54,7 @@ def share_roots(
     process_group: dist.ProcessGroup | Group | None = None,
     transport: str | Callable[[Group], Transport] = "zeromq",
     encrypt: bool | None = None,
-    start_timeout_seconds: float = 60.0,
+    start_timeout_seconds: float = 30.0,
 ) -> "RootSharing":
     """Share the roots of a second-order optimizer among ranks; a collective.
 
@@ -77,7 +77,7 @@ def share_roots(
         how: `"owner"` or `"mean"`.
         every: Refreshes of a unit between two shared ones; in between each rank uses its own root.
         nodes: The ranks of each node, each rank once. A root is sent once to each other node, to
-            its first rank. None: ranks with the same host name form a node.
+            its first rank. None: ranks of the same host form a node.
         patience_seconds: See above; must exceed the time of a refresh. After a rank was late,
             others do not wait for it until it has sent something.
         process_group: The ranks that take part; by default all. A `gg.Group` closes with the
@@ -471,14 +471,14 @@ def _deal(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def _resolve_nodes(nodes: Sequence[Sequence[int]] | None, group: Group) -> list[list[int]]:
-    """Return the ranks of each node, by default those with one host name (a collective).
+    """Return the ranks of each node, by default those of one host (a collective).
 
     Raises:
         ValueError: They do not contain each rank once.
     """
     if nodes is None:
         by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(group.all_gather_object(socket.gethostname())):
+        for rank, host in enumerate(group.all_gather_object(here())):
             by_host.setdefault(host, []).append(rank)
         return [*by_host.values()]
     if sorted(rank for node in nodes for rank in node) != list(range(group.world_size)):

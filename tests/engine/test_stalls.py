@@ -1,0 +1,138 @@
+"""Ranks whose lease runs out: nobody waits for a round that they do not send."""
+
+import itertools
+import os
+import subprocess
+import threading
+
+import pytest
+import torch.distributed as dist
+
+import gossipgrad as gg
+from gossipgrad.comm import Group, Hub
+from support.hanging_store import Hanging
+from support.processes import run_processes
+from support.ranks import run_ranks
+from support.replicas import network, set_gradients, sgd
+from support.sessions import Trainer
+from support.waiting import until
+
+LEASE = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=100.0)
+PATIENT = gg.Overlap(deadline_seconds=300.0, floor_seconds=300.0)
+"""A step that waits in vain outlasts the test."""
+
+
+def run_stalling(world_size, use, **settings):
+    """Run `use(me, stores)` in a thread per rank; each has a store that can be stopped."""
+    inner, hub = dist.HashStore(), Hub(world_size)
+    stores = [Hanging(inner) for _ in range(world_size)]
+    for store in stores:
+        store.answers.set()
+
+    def rank_main(rank, _):
+        model, group = network(), Group(stores[rank], rank, world_size)
+        optimizer = sgd(list(model.parameters()))
+        settings["transport"] = lambda group: hub.transport(group.rank)
+        try:
+            with gg.gossip(
+                model, optimizer, process_group=group, heartbeats=LEASE, mode=PATIENT, **settings
+            ) as session:
+                result = use(Trainer(group, model, optimizer, session, set_gradients), stores)
+                group.barrier()
+                return result
+        finally:
+            for store in stores:
+                store.answers.set()
+
+    return run_ranks(world_size, rank_main)
+
+
+def test_heartbeats_begin_before_the_model_is_sent(monkeypatch):
+    """Otherwise all leases are old when a large model has arrived, and round 0 is void."""
+    send, entered = Group.broadcast_, threading.Barrier(2)
+
+    def send_slowly(group, tensor, source=None):
+        if tensor.numel() > 1:
+            entered.wait(60.0)
+            before = group.store.written
+            until(lambda: group.store.written > before + 3, 60.0)
+        return send(group, tensor, source)
+
+    monkeypatch.setattr(Group, "broadcast_", send_slowly)
+    assert run_stalling(2, lambda me, stores: me.train(3)) == [None, None]
+
+
+@pytest.mark.parametrize(("topology", "world_size"), [("dissemination", 3), ("matching", 4)])
+def test_nobody_waits_for_a_rank_whose_lease_ends_while_it_waits(topology, world_size):
+    """Rank 1 waits for others in a step, its store is stopped, and its lease runs out."""
+    is_over = threading.Event()
+
+    def use(me, stores):
+        me.train(4)
+        me.group.barrier()
+        if me.rank == 1:
+            me.train()  # sends a round that the others do not send yet
+            stores[1].answers.clear()
+
+            def end_wait():
+                until(lambda: not me.session._members.watch.is_member(), 60.0)
+                is_over.set()
+
+            threading.Thread(target=end_wait, daemon=True).start()
+        else:
+            assert is_over.wait(60.0)
+        me.train()
+        stores[1].answers.set()
+        me.train(8)
+        return me.outcomes["late"]
+
+    assert run_stalling(world_size, use, topology=topology) == [0] * world_size
+
+
+@pytest.mark.parametrize("topology", ["dissemination", "matching"])
+def test_nobody_waits_for_long_while_the_store_stands_still(topology):
+    def use(me, stores):
+        me.train(4)
+        me.group.barrier()
+        stores[me.rank].answers.clear()
+        watch = me.session._members.watch
+        me.train_until(lambda: watch.store_lost)
+        me.train(8)
+        stores[me.rank].answers.set()
+        me.train_until(lambda: watch.store_lost is None)
+        me.train(8)
+        return me.outcomes["late"], me.session.membership.generation
+
+    assert run_stalling(3, use, topology=topology) == [(0, 0)] * 3
+
+
+MODES = [
+    *itertools.product(["dissemination", "matching"], [PATIENT, gg.Sync(floor_seconds=300.0)]),
+    ("matching", gg.Stale()),
+]
+
+
+def train_and_stop(rank, store):
+    """Train in each mode and topology; rank 1 is stopped in a step for longer than its lease."""
+    late = []
+    for topology, mode in MODES:
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        beats = gg.Heartbeats(interval_seconds=0.2, lease_seconds=1.0, silent_seconds=100.0)
+        with gg.gossip(model, optimizer, topology=topology, mode=mode, heartbeats=beats) as session:
+            for step in range(12):
+                if rank == 1 and step == 5:
+                    me = os.getpid()
+                    subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.5; kill -CONT {me}"])
+                set_gradients(model, rank, step)
+                optimizer.step()
+            session.consensus_distance()
+            late.append(session.stats().outcomes["late"])
+            assert session.membership.generation == 0
+    return late
+
+
+@pytest.mark.process
+def test_a_rank_that_is_stopped_for_longer_than_its_lease_in_every_mode():
+    for late in run_processes(3, train_and_stop):
+        assert late[:4] == [0] * 4
