@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -130,6 +132,32 @@ def train_and_stop(rank, store):
             late.append(session.stats().outcomes["late"])
             assert session.membership.generation == 0
     return late
+
+
+def train_and_die(rank, store, noticed):
+    """Rank 2 is killed while a worker that it has forked still lives."""
+    model = network()
+    optimizer = sgd(list(model.parameters()))
+    beats = gg.Heartbeats(silent_seconds=300.0)
+    with gg.gossip(model, optimizer, topology="matching", heartbeats=beats) as session:
+        me = Trainer(session.group, model, optimizer, session, set_gradients)
+        me.train(12)
+        if rank == 2:
+            if os.fork() == 0:
+                for _ in range(2400):
+                    time.sleep(0.1)
+                    if noticed.exists():
+                        break
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        me.train_until(lambda: 2 in session.membership.lost)
+        noticed.touch()
+        return session.membership.living
+
+
+@pytest.mark.process
+def test_a_rank_that_is_killed_is_noticed_although_its_workers_live(tmp_path):
+    assert run_processes(3, train_and_die, tmp_path / "noticed", may_die=(2,))[:2] == [(0, 1), (0, 1)]
 
 
 @pytest.mark.process

@@ -1,15 +1,19 @@
 """Links over ZeroMQ: its I/O threads move bytes in C++ while Python computes."""
 
 import atexit
+import contextlib
 import os
 import re
 import resource
+import socket
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -455,8 +459,35 @@ def _bind(listener: "zmq.Socket[bytes]", address: str, *, one_host: bool) -> str
     return endpoint
 
 
+def _port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
 def _address_of(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies of all links.
+
+    1. A rank forks the workers of a `DataLoader`, and is killed.
+    2. The kernel ends its connections only when the last copy of them is closed.
+    3. So the others would not see it die as long as a worker lives.
+    """
+    links = [link for each in [*_open] if not each._closed for link in each.introductions.items()]
+    mine = {each.rank for each in [*_open]}
+    listened = {_port_of(endpoint) for rank, (endpoint, _) in links if rank in mine}
+    connected = {(_address_of(end), _port_of(end)) for _, (end, _) in links}
+    for file in [*Path("/proc/self/fd").iterdir()] if links else ():
+        descriptor = int(file.name)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                is_link = copy.getsockname()[1] in listened
+                if not is_link:
+                    address, port, *_ = copy.getpeername()
+                    is_link = (address.removeprefix("::ffff:"), port) in connected
+                if is_link:
+                    os.close(descriptor)
 
 
 def _at_exit() -> None:
@@ -465,6 +496,9 @@ def _at_exit() -> None:
         transport.silence()
     gc._atexit()
 
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_close_in_child)
 
 # At exit, pyzmq stops the helper of zero-copy sends before older finalizers run, such as those of
 # sessions, which still send LEAVE. Finalizers run in reverse order of creation, so creating pyzmq's
