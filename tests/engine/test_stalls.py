@@ -157,7 +157,10 @@ def train_and_die(rank, store, noticed):
 
 @pytest.mark.process
 def test_a_rank_that_is_killed_is_noticed_although_its_workers_live(tmp_path):
-    assert run_processes(3, train_and_die, tmp_path / "noticed", may_die=(2,))[:2] == [(0, 1), (0, 1)]
+    assert run_processes(3, train_and_die, tmp_path / "noticed", may_die=(2,))[:2] == [
+        (0, 1),
+        (0, 1),
+    ]
 
 
 @pytest.mark.process
