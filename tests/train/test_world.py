@@ -199,3 +199,11 @@ def test_a_traceback_that_a_full_disk_does_not_take_is_not_referred_to(tmp_path,
     assert "No space left on device" in str(failed.value)
     assert "traceback" not in str(failed.value)
     assert not run_dir.errors(0).is_symlink()
+
+
+def test_another_program_that_listens_at_the_port_and_never_answers_ends_the_wait(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(stranger.getsockname()[1]))
+        with pytest.raises(GossipError, match="no other program listens there"):
+            open_store(1, 2, 0.5)
