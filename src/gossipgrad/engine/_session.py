@@ -33,7 +33,7 @@ from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._saving import state_on_one, watch_state_dict, watch_states
 from gossipgrad.engine._settings import RoundSettings
-from gossipgrad.engine._signal_handlers import signal_handler
+from gossipgrad.engine._signal_handlers import check_not_in_handler
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
@@ -735,14 +735,7 @@ class Session:
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
             raise GossipError(f"the session is closed: call {self.door}() for a new one")
-        if (handler := signal_handler()) is not None:
-            # 1. The handler of one rank interrupts a step that holds the lock of its links.
-            # 2. A collective there waits for that lock for ever, and all other ranks for this one.
-            # So none is called there, on any rank, in a step or between two.
-            raise GossipError(
-                f"{method}() in the signal handler {handler}: it may have interrupted a step. Set "
-                "a flag in the handler, and call it in the training loop, after optimizer.step()"
-            )
+        check_not_in_handler(method)
         if self._in_consensus:
             raise GossipError(
                 f"{method}() inside consensus(): the model is the average already, and goes back "

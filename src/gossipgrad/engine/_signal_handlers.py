@@ -1,12 +1,28 @@
-"""Whether the current call comes from a signal handler."""
+"""Refuses calls that come from a signal handler."""
 
 import inspect
 import sys
 
-__all__ = ["signal_handler"]
+from gossipgrad.errors import GossipError
+
+__all__ = ["check_not_in_handler"]
 
 
-def signal_handler() -> str | None:
+def check_not_in_handler(method: str) -> None:
+    """Raise `GossipError` in a signal handler, in a step or between two.
+
+    1. The handler of one rank interrupts a step that holds the lock of its links.
+    2. A collective there waits for that lock for ever, and all other ranks for this one.
+    3. Another rank's handler runs between two steps: it must not wait, either.
+    """
+    if (handler := _signal_handler()) is not None:
+        raise GossipError(
+            f"{method}() in the signal handler {handler}: it may have interrupted a step. Set a "
+            "flag in the handler, and call it in the training loop, after optimizer.step()"
+        )
+
+
+def _signal_handler() -> str | None:
     """Return the name of the signal handler that this thread is in, None outside of one.
 
     Python calls a handler with the interrupted frame, which is also its caller. No other function
