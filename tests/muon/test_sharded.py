@@ -41,3 +41,28 @@ def test_shards_train_as_the_whole():
     for found in run_processes(3, sharded, 3):
         for a, b in zip(model.parameters(), found, strict=True):
             torch.testing.assert_close(a.detach(), torch.tensor(b))
+
+
+def with_a_bad_shard(rank, store, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = fully_shard(model_of(), mesh=mesh)
+    optimizer = gg.Muon(model)
+    train(model, optimizer)
+    model(torch.ones(5, 6)).square().mean().backward()
+    if rank == 1:
+        model[0].weight.grad.to_local()[0, 0] = torch.nan
+    with pytest.warns(UserWarning, match="finite"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer)
+    finite = [bool(p.full_tensor().isfinite().all()) for p in model.parameters()]
+    return optimizer.nonfinite_steps, finite
+
+
+def test_a_gradient_that_is_not_finite_in_one_shard_is_left_out_by_all():
+    for steps, finite in run_processes(2, with_a_bad_shard, 2):
+        assert steps == 1
+        assert all(finite)

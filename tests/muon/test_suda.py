@@ -381,14 +381,8 @@ def test_virtual_ranks_equal_sessions(backbone, topology):
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize(
-    ("backbone", "make"),
-    [
-        ("ed", gg.Muon),
-        ("ed", lambda m: torch.optim.SGD(m.parameters(), lr=0.02)),
-        ("semi-atc-gt", lambda m: torch.optim.SGD(m.parameters(), lr=0.02)),
-    ],
-)
+@pytest.mark.parametrize("make", [gg.Muon, lambda m: torch.optim.SGD(m.parameters(), lr=0.02)])
+@pytest.mark.parametrize("backbone", ["semi-atc-gt", "ed"])
 def test_a_gradient_of_one_rank_that_is_not_finite_spoils_no_rank(backbone, make):
     topology = "ring" if backbone == "ed" else "dissemination"
     hub = Hub(2)
