@@ -98,7 +98,12 @@ class Channel:
     def early_bytes(self) -> int:
         """Bytes of the parts that arrived before this rank posted their round."""
         with self._lock:
-            return sum(v.nbytes for to in self._ledgers.values() for v in to.early.values())
+            return sum(
+                part.nbytes
+                for ledger in self._ledgers.values()
+                for of_round in ledger.early.values()
+                for part in of_round.values()
+            )
 
     @property
     def gone(self) -> dict[int, str]:
@@ -316,8 +321,9 @@ class Channel:
             self.closed = True
             self._grants.release(self._last)
             for ledger in self._ledgers.values():
-                for exchange in [*ledger.open.values()]:
-                    ledger.cancel(exchange)
+                for of_round in [*ledger.open.values()]:
+                    for exchange in [*of_round.values()]:
+                        ledger.cancel(exchange)
         deadline = time.perf_counter() + linger_seconds
         with ExitStack() as at_last:  # in reverse order; all run, even after an interrupt
             at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))

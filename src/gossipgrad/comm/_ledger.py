@@ -20,12 +20,15 @@ its exchange as void.
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from gossipgrad.comm._transport import Sent, Ticket
 
 __all__ = ["LOST", "Exchange", "Ledger", "Outcome", "place"]
+
+T = TypeVar("T")
 
 LOST = "was lost"
 
@@ -107,8 +110,8 @@ class Ledger:
     """The state of one link. Rounds are named by their positions (`place`).
 
     Attributes:
-        open: Exchanges that wait for the peer's part, by position and bucket.
-        early: Parts that arrived before this rank posted their round, by position and bucket.
+        open: Exchanges that wait for the peer's part, by position, then by bucket.
+        early: Parts that arrived before this rank posted their round, by position, then by bucket.
         past: This rank sends no further part of rounds before this one, and expects only open
             exchanges of them.
         given_up: The last round that this rank has declared void.
@@ -118,8 +121,8 @@ class Ledger:
         was_notified: Whether a lost peer that still sends was notified.
     """
 
-    open: dict[tuple[int, int], Exchange] = field(default_factory=dict)
-    early: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    open: dict[int, dict[int, Exchange]] = field(default_factory=dict)
+    early: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     past: int = -1
     given_up: int = -1
     latest: int = -1
@@ -133,10 +136,11 @@ class Ledger:
             exchange: Of a later position than all before it.
             credits: How many rounds of an era may be open.
         """
-        key = exchange.at, exchange.bucket
-        assert key not in self.open, f"round {exchange.round} is posted twice"
+        assert exchange.bucket not in self.open.get(exchange.at, {}), (
+            f"round {exchange.round} is posted twice"
+        )
         self.prune(before=exchange.at)
-        early = self.early.pop(key, None)
+        early = _take(self.early, exchange.at, exchange.bucket)
         # A part of a dead peer counts only if this rank owed it none.
         if early is not None and (self.gone is None or exchange.send_to != exchange.recv_from):
             exchange.finish(Outcome.DELIVERED, early)
@@ -145,17 +149,17 @@ class Ledger:
         elif self._is_refused(exchange.at, credits):
             exchange.finish(Outcome.VOID)
         else:
-            self.open[key] = exchange
+            self.open.setdefault(exchange.at, {})[exchange.bucket] = exchange
 
     def deliver(self, at: int, bucket: int, values: Tensor) -> bool:
         """Accept the peer's part; return False if it is too far ahead to be kept."""
-        exchange = self.open.pop((at, bucket), None)
+        exchange = _take(self.open, at, bucket)
         if exchange is not None:
             exchange.finish(Outcome.DELIVERED, values)
         elif at >= self.past:
-            if len({early for early, _ in self.early} - {at}) >= _EARLY_ROUNDS:
+            if at not in self.early and len(self.early) >= _EARLY_ROUNDS:
                 return False
-            self.early[at, bucket] = values
+            self.early.setdefault(at, {})[bucket] = values
         return True
 
     def advance(self, at: int) -> None:
@@ -165,7 +169,7 @@ class Ledger:
 
     def cancel(self, exchange: Exchange) -> None:
         """End an open exchange; the peer's part is dropped if it arrives."""
-        del self.open[exchange.at, exchange.bucket]
+        _take(self.open, exchange.at, exchange.bucket)
         self.prune(before=exchange.at + 1)
         exchange.finish(Outcome.VOID)
 
@@ -178,17 +182,28 @@ class Ledger:
 
     def prune(self, before: int) -> None:
         """Drop early parts of rounds before `before`, which this rank is past."""
-        self.past = max(self.past, before)
-        for key in [key for key in self.early if key[0] < before]:
-            del self.early[key]
+        if before > self.past:
+            self.past = before
+            for at in [at for at in self.early if at < before]:
+                del self.early[at]
 
     def _is_refused(self, at: int, credits: int) -> bool:
         if at < max(self.past, self.latest) or _era(at) > _era(self.latest):
             return True
         # Exchanges of an earlier era end when the peer enters this one, at the latest.
-        others = {other for other, _ in self.open if _era(other) == _era(at)} - {at}
+        others = [other for other in self.open if _era(other) == _era(at) and other != at]
         return len(others) >= credits
 
     def _finish_open(self, outcome: Outcome, before: int | None = None) -> None:
-        for key in [key for key in self.open if before is None or key[0] < before]:
-            self.open.pop(key).finish(outcome)
+        for at in [at for at in self.open if before is None or at < before]:
+            for exchange in self.open.pop(at).values():
+                exchange.finish(outcome)
+
+
+def _take(held: dict[int, dict[int, T]], at: int, bucket: int) -> T | None:
+    """Remove one bucket of a round, None if it is not there."""
+    of_round = held.get(at, {})
+    found = of_round.pop(bucket, None)
+    if found is not None and not of_round:
+        del held[at]
+    return found

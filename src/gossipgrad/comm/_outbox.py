@@ -54,7 +54,7 @@ class Outbox:
         self._peer = peer
         self._changed = threading.Condition(lock)
         self._waiting: deque[_Deferred] = deque()  # the thread works on the first
-        self._tickets: list[Ticket] = []
+        self._tickets: deque[Ticket] = deque()  # of messages that are not sent yet, in order
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_drained = self._is_over = False
@@ -85,8 +85,10 @@ class Outbox:
                 )
                 self._thread.start()
             self._changed.notify_all()
+        while self._tickets and self._tickets[0].done:
+            self._tickets.popleft()
         if not ticket.done:
-            self._tickets = [*(t for t in self._tickets if not t.done), ticket]
+            self._tickets.append(ticket)
         return ticket
 
     def check(self) -> None:

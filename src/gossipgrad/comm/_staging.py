@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,7 +46,7 @@ class Snapshot:
         if device.type == "cuda":
             self._hosts = [torch.empty_like(f, device="cpu").pin_memory() for f in self.flats]
             self._stream = torch.cuda.Stream(device)
-        self._tickets: list[Ticket] = []
+        self._tickets: deque[Ticket] = deque()
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +56,9 @@ class Snapshot:
     @property
     def free(self) -> bool:
         """Whether every transport has released it."""
-        return all(ticket.done for ticket in self._tickets)
+        while self._tickets and self._tickets[0].done:
+            self._tickets.popleft()
+        return not self._tickets
 
     @torch.no_grad()
     def take(
@@ -87,8 +90,8 @@ class Snapshot:
 
     def hold(self, ticket: Ticket) -> None:
         """Keep the snapshot from being overwritten before `ticket` is done."""
-        self._tickets = [held for held in self._tickets if not held.done]
-        self._tickets.append(ticket)
+        if not ticket.done:
+            self._tickets.append(ticket)
 
 
 class SnapshotPool:

@@ -1,5 +1,6 @@
 """Pacing of consecutive rounds on a rank's own link."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,7 @@ class RoundBefore:
 
     def __init__(self, tickets: Sequence[Ticket] = (), before: "RoundBefore | None" = None) -> None:
         self._pending = list(tickets)
+        self._lock = threading.Lock()  # of `_pending`
         self._begun_seconds = time.perf_counter()
         self._patience_seconds = _PATIENCE_SECONDS
         self._until_seconds: float | None = None
@@ -53,14 +55,16 @@ class RoundBefore:
             turn: Returns when the partner's link is free, or after so many seconds.
         """
         asks = turn is not None and self._asks_rounds > 0
-        if self._has_left() and not asks:
+        if self._last_pending() is None and not asks:
             return filled
 
         def ready() -> None:  # in the link's thread
             if self._until_seconds is None:  # all messages of a round share one wait
                 self._until_seconds = time.perf_counter() + self._patience_seconds
-            for ticket in list(self._pending):
-                ticket.wait(max(0.0, self._until_seconds - time.perf_counter()))
+            while (ticket := self._last_pending()) is not None:
+                left = self._until_seconds - time.perf_counter()
+                if left <= 0 or not ticket.wait(left):
+                    break
             if turn is not None and asks:
                 turn(self._until_seconds - time.perf_counter())
             if filled is not None:
@@ -68,6 +72,9 @@ class RoundBefore:
 
         return ready
 
-    def _has_left(self) -> bool:
-        self._pending = [ticket for ticket in self._pending if not ticket.done]
-        return not self._pending
+    def _last_pending(self) -> Ticket | None:
+        """Return the last message that has not left, None if all have; from any thread."""
+        with self._lock:
+            while self._pending and self._pending[-1].done:
+                self._pending.pop()
+            return self._pending[-1] if self._pending else None

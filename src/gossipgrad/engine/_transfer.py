@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,6 +43,7 @@ class Transfer:
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}  # of received parts, by bucket
         self._filled: dict[int, Sendable] = {}
+        self._unprepared: deque[int] = deque()  # posted; parts arrive in the order of posting
         self._lock = threading.RLock()  # the listener may collect the session
         self._is_released = False
 
@@ -91,6 +93,7 @@ class Transfer:
         )
         self.snapshot.hold(exchange.ticket)
         self.exchanges[place] = exchange
+        self._unprepared.append(place)
 
     def post_all(self) -> None:
         """Send every bucket that was not sent yet."""
@@ -113,26 +116,16 @@ class Transfer:
         for place in self.exchanges:
             self.wait(place, deadline)
 
-    def is_as_sent(self) -> bool:
-        """Whether the live tensors equal the sent ones bit for bit; for flows sent whole."""
-        return all(
-            torch.equal(v, sent)
-            for bucket, views in zip(self.flow.buckets, self.snapshot.views, strict=True)
-            for v, sent in zip(bucket.tensors(), views, strict=True)
-            if v is not None
-        )
-
     def prepare(self) -> bool:
         """Compute the deltas of received parts; return whether all arrived. From any thread.
 
         On an accelerator the deltas belong to the stream of the training step: this only copies
         received parts to the device.
         """
-        places = list(self.exchanges)
-        arrived = [place for place in places if not self.exchanges[place].open]
-        for place in arrived:
+        while self._unprepared and not self.exchanges[self._unprepared[0]].open:
+            place = self._unprepared.popleft()
             self.delta(place) if self.flow.device.type == "cpu" else self._stage(place)
-        return self._is_released or len(arrived) == len(places)
+        return self._is_released or not self._unprepared
 
     @torch.no_grad()
     def delta(self, place: int) -> Delta | None:

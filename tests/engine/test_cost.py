@@ -1,0 +1,28 @@
+"""What a round costs the training thread."""
+
+import time
+
+import torch
+from torch import nn
+
+from support.sessions import run_sessions
+
+
+def test_the_cost_of_a_round_is_linear_in_its_buckets():
+    """Processor time of a bucket, among many and among few; once it grew with their number."""
+
+    def use(me):
+        me.train()
+        begun = time.thread_time()
+        me.train(4)
+        return (time.thread_time() - begun) / len(me.model)
+
+    def of_buckets(count):
+        make = lambda rank: nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(count)])  # noqa: E731
+        gradients = lambda model, rank, step: [  # noqa: E731
+            setattr(p, "grad", torch.zeros(4)) for p in model.parameters()
+        ]
+        return min(run_sessions(2, use, make=make, gradients=gradients, bucket_bytes=16))
+
+    few = min(of_buckets(64) for _ in range(2))
+    assert of_buckets(2048) < 3 * few
