@@ -36,7 +36,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 KNOWN: dict[str, str] = {}
 """Violations that still stand, each with its reason; one that is mended has to leave this list."""
 DOOR = "comm/_ranks.py"
-MOST_LINES = 430
+MOST_LINES = 455
 MAY_NOT = ("get_rank", "get_world_size", "is_initialized", "init_process_group", "WORLD")
 
 

@@ -22,8 +22,9 @@ class EvictedError(GossipError):
 
 
 class ReplicaChangedError(GossipError):
-    """A replica was changed behind the session's back (`load_state_dict`, `add_param_group`, ...).
+    """A replica was changed behind the session's back.
 
-    `session.broadcast_()` on every rank makes the replicas one again. In gossip nothing was sent
-    since the change, and `session.accept_changes()` on this rank says that it was meant.
+    In `gossip()` an optimizer has loaded a state. In the other families it is also raised for
+    weights that other code writes, and for another set of trained parameters.
+    `session.broadcast_()` on every rank makes the replicas one again.
     """

@@ -16,6 +16,7 @@ from ._save import sync_folder
 
 # After the key of the weights: the names that the model's own `state_dict()` has for them.
 _NAMES = "_names"
+_OWN = "_own"  # buffers that have no mean over ranks
 _RESIDUALS = "residuals"
 
 
@@ -43,7 +44,8 @@ def consensus(
 
     Returns:
         By name, on the CPU: floating-point and complex tensors are the mean over ranks, summed in
-        64 bits and rounded once to their own type; others are those of the lowest rank.
+        64 bits and rounded once to their own type; others, and those that the state lists under
+        `model_own` for `model`, are those of the lowest rank.
 
     Raises:
         ValueError: Ranks are missing (with their numbers), of unlike runs, or have unlike models;
@@ -118,7 +120,13 @@ def _mean(directory: Path, step: int, ranks: Sequence[int], key: str) -> dict[st
     parts = [_Part(path, state, key) for path, state in zip(paths, states, strict=True)]
     for part in parts[1:]:
         part.check_like(parts[0])
-    mean = {name: _mean_of([list(part.terms(name)) for part in parts]) for name in parts[0].weights}
+    first = parts[0]
+    mean = {
+        name: weight.clone()
+        if name in first.own
+        else _mean_of([list(part.terms(name)) for part in parts])
+        for name, weight in first.weights.items()
+    }
     return {name: mean[kept] for name, kept in parts[0].names.items()}
 
 
@@ -142,6 +150,7 @@ class _Part:
     def __init__(self, path: Path, state: Any, key: str) -> None:
         self.path = path
         self.weights = self._tensors(state, key)
+        self.own = set(state.get(key + _OWN) or ())
         self.residuals = self._tensors(state, _RESIDUALS) if state.get(_RESIDUALS) else {}
         if unknown := sorted(set(self.residuals) - set(self.weights)):
             raise ValueError(
@@ -173,6 +182,8 @@ class _Part:
             )
         for name, tensor in self.weights.items():
             other = first.weights[name]
+            if name in self.own:
+                continue
             if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
                 raise ValueError(
                     f"{self.path} has another model than {first.path}: {name!r} is "

@@ -9,6 +9,7 @@ from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTE
 from gossipgrad.comm._buckets import BucketLayout as BucketLayout
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
 from gossipgrad.comm._buckets import TensorSpec as TensorSpec
+from gossipgrad.comm._buckets import fitting_bucket_bytes as fitting_bucket_bytes
 from gossipgrad.comm._buckets import is_sharded as is_sharded
 from gossipgrad.comm._buckets import local as local
 from gossipgrad.comm._channel import Channel as Channel
@@ -28,7 +29,8 @@ from gossipgrad.comm._ledger import Outcome as Outcome
 from gossipgrad.comm._mailbox import Mail as Mail
 from gossipgrad.comm._mailbox import Mailbox as Mailbox
 from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
-from gossipgrad.comm._mean import mean_buffers as mean_buffers
+from gossipgrad.comm._mean import mean_inside as mean_inside
+from gossipgrad.comm._mean import statistics as statistics
 from gossipgrad.comm._mean import widened as widened
 from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
 from gossipgrad.comm._membership import LEFT as LEFT
@@ -54,6 +56,7 @@ from gossipgrad.comm._replica_state import saved_tensors as saved_tensors
 from gossipgrad.comm._replica_state import trained_parameters as trained_parameters
 from gossipgrad.comm._same_start import agree_on as agree_on
 from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
+from gossipgrad.comm._same_start import digest as digest
 from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool

@@ -1,7 +1,7 @@
 """Buckets: contiguous storage for several tensors, in backward order, by size in bytes."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,18 @@ from torch import Tensor
 
 from gossipgrad.comm._wire import FLOATING, Part
 
-__all__ = ["BucketLayout", "BucketPlan", "TensorSpec", "is_sharded", "local"]
+__all__ = [
+    "BucketLayout",
+    "BucketPlan",
+    "TensorSpec",
+    "fitting_bucket_bytes",
+    "is_sharded",
+    "local",
+]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
+_LEAST_BUCKET_BYTES = 64 << 10  # a smaller message costs more processor time than network time
+_FEW, _MANY = 12, 60  # buckets of a small and of a large model; a flow of moments has twice as many
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -23,6 +32,22 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds: a DTensor's local shard, else itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def fitting_bucket_bytes(parameters: Iterable[Tensor], wire_dtype: torch.dtype | None) -> int:
+    """Choose the size of a message by the model: about 12 for a small one, 60 for a large one.
+
+    One message of all weights could be neither sent nor mixed while the next one is under way, and
+    thousands would cost more than their bytes.
+
+    Example:
+        >>> models = [torch.empty(n) for n in (10_000, 1_000_000, 25_000_000, 1_000_000_000)]
+        >>> [round(fitting_bucket_bytes([m], None) / 2**20, 2) for m in models]
+        [0.06, 0.32, 4.0, 63.58]
+    """
+    total_bytes = sum(p.numel() * (wire_dtype or p.dtype).itemsize for p in map(local, parameters))
+    small = max(_LEAST_BUCKET_BYTES, min(DEFAULT_BUCKET_BYTES, total_bytes // _FEW))
+    return max(small, total_bytes // _MANY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,13 +221,13 @@ class Group:
         encoded = json.dumps(value).encode()
         if len(self.members) == 1:
             return [json.loads(encoded)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
-        mine = torch.tensor([len(encoded)], dtype=torch.int64)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.members]
+        mine = torch.tensor([len(encoded)], dtype=torch.int64, device="cpu")
         self._run(lambda gloo: gloo.allgather([sizes], [mine]), meets=meets)
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in self.members]
+        parts = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in self.members]
         self._run(lambda gloo: gloo.allgather([parts], [padded]), meets=meets)
         return [
             json.loads(part[: int(size)].numpy().tobytes())
@@ -242,7 +242,7 @@ class Group:
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
-        self.all_reduce_(torch.zeros(1))
+        self.all_reduce_(torch.zeros(1, device="cpu"))
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
         """Return `question(store)` for the group's store, called in a thread; local.

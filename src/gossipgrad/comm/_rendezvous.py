@@ -190,7 +190,7 @@ class Rendezvous:
         for place, rank in enumerate(self._members):
             if rank != self._rank:
                 try:
-                    gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
+                    gloo.recv([torch.empty(1, device="cpu")], place, _UNUSED_TAG)
                 except RuntimeError:  # immediately on a connection that has ended
                     ended.append(rank)
         return ended
@@ -204,7 +204,7 @@ class Rendezvous:
         for place, rank in enumerate(self._members):
             if rank != self._rank:
                 with contextlib.suppress(RuntimeError):
-                    receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
+                    receiving = gloo.recv([torch.empty(1, device="cpu")], place, _UNUSED_TAG)
                     receiving.wait(timedelta(milliseconds=1))
 
     def _keys(self, occasion: str) -> dict[int, str]:

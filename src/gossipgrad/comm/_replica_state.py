@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm._buckets import is_sharded, local
+from gossipgrad.comm._mean import statistics
 from gossipgrad.errors import GossipError
 
 __all__ = [
@@ -77,17 +78,19 @@ def replica_state(
     Returns:
         `"model"`: tensors by name. `"model_names"`: by names of the model's own `state_dict()`, the
         name in `"model"` of the same tensor: tied tensors have several, non-persistent buffers
-        none. `"extra"`: extra states by name of the module. `"optimizers"`:
+        none. `"model_own"`: names of the buffers that have no mean over ranks.
+        `"extra"`: extra states by name of the module. `"optimizers"`:
         the kind, hyper-parameters and state of each. `"shard"`: index and number of shards on each
         axis of the mesh; None for whole tensors.
 
     Raises:
         GossipError: An optimizer or a module holds a value that is not plain.
     """
-    named = _named(model, optimizers)
+    named, averaged = _named(model, optimizers), statistics(model)
     return {
         "model": {name: _to_host(tensor, copy) for name, tensor in named.items()},
         "model_names": _own_names(model, named),
+        "model_own": [name for name, _ in model.named_buffers() if name not in averaged],
         "extra": {
             name: plain(module.get_extra_state(), f"the extra state of module {name!r}", copy)
             for name, module in _with_extra(model).items()
@@ -111,6 +114,9 @@ def misfit(
         where = "here" if odd[0] in state["extra"] else "in what was saved"
         return f"the module {odd[0]!r} has no extra state {where}"
     saved, own = _shapes(state["model"]), _shapes(named)
+    for name in _caches(model):  # they are made again
+        saved.pop(name, None)
+        own.pop(name, None)
     if saved != own:
         name = min(n for n in saved | own if saved.get(n) != own.get(n))
         return f"{name!r} was saved as {saved.get(name, 'nothing')}, here it is {own.get(name)}"
@@ -134,10 +140,13 @@ def load_replica(
 ) -> None:
     """Load the result of `replica_state`, in place and bit for bit; local.
 
-    `misfit` must have returned None.
+    `misfit` must have returned None. A non-persistent buffer (a cache) of another shape stays.
     """
+    caches = _caches(model)
     for name, tensor in _named(model, optimizers).items():
-        local(tensor).copy_(state["model"][name])
+        saved = state["model"].get(name) if name in caches else state["model"][name]
+        if saved is not None and (name not in caches or saved.shape == local(tensor).shape):
+            local(tensor).copy_(saved)
     for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
         _load_optimizer(optimizer, each)
     for name, module in _with_extra(model).items():
@@ -177,9 +186,8 @@ def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]
         copy: Whether tensors that are in host memory are copied.
 
     Returns:
-        For each parameter in order its index, its state, and the paths of tensors in it that were
-        in host memory, which are unknown before the first step. The same with names instead of
-        indices.
+        For each parameter in order its index, its state, and the paths of tensors in it that stay
+        in host memory wherever the parameter is. The same with names instead of indices.
 
     Raises:
         GossipError: A value is not plain, or has a key that is neither a parameter nor text.
@@ -212,9 +220,10 @@ def _kept_by(
         if isinstance(key, Tensor):
             if id(key) in places and held:  # entries of other parameters are unused
                 values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
-                kept.append([places[id(key)], values, _on_host(held)])
+                kept.append([places[id(key)], values, _on_host(held, key)])
         elif isinstance(key, str):
-            named.append([key, plain(held, f"{what} state {key!r}", copy), _on_host(held)])
+            value = plain(held, f"{what} state {key!r}", copy)
+            named.append([key, value, _on_host(held, next(parameters_of(optimizer)))])
         else:
             raise GossipError(
                 f"{what} state has the key {key!r}, neither a parameter nor text: it cannot "
@@ -226,10 +235,21 @@ def _kept_by(
 def put_back(
     optimizer: Optimizer, kept: Iterable[Sequence[Any]], named: Iterable[Sequence[Any]]
 ) -> None:
-    """Load the result of `kept_by`, on the parameters' devices or in host memory as before."""
+    """Load the result of `kept_by`, on the parameters' devices by torch's own rule.
+
+    A step count stays in host memory, unless the optimizer is fused or capturable.
+    """
     parameters = list(parameters_of(optimizer))
+    on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for place, values, on_host in kept:
-        optimizer.state[parameters[place]] = _beside(parameters[place], values, on_host)
+        parameter = parameters[place]
+        stays = [path for path in on_host if path != ["step"] or id(parameter) not in on_device]
+        optimizer.state[parameter] = _beside(parameter, values, stays)
     for name, value, on_host in named:
         optimizer.state[name] = _beside(parameters[0], value, on_host)
 
@@ -293,11 +313,15 @@ def _copied(value: Any) -> Any:
     return _mapped(value, lambda tensor, _: tensor.clone())
 
 
-def _on_host(value: Any) -> list[list[Any]]:
-    """Return the paths of tensors in host memory."""
+def _on_host(value: Any, parameter: Tensor) -> list[list[Any]]:
+    """Return the paths of tensors that belong in host memory.
+
+    Beside a parameter on another device, those that are there. Beside one in host memory all are
+    there, and it says nothing: then only a step count, as in `torch.optim.Optimizer`.
+    """
     paths: list[list[Any]] = []
     _mapped(value, lambda t, at: paths.append([*at]) if t.device.type == "cpu" else None)
-    return paths
+    return paths if parameter.device.type != "cpu" else [path for path in paths if path == ["step"]]
 
 
 def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> Any:
@@ -340,6 +364,15 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
                 own[before + name] = buffer
         saved |= own
     return saved
+
+
+def _caches(model: nn.Module) -> set[str]:
+    """Return the names of non-persistent buffers, which a rank may make again at any length."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def _with_extra(model: nn.Module) -> dict[str, nn.Module]:

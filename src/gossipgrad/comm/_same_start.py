@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._buckets import local
 from gossipgrad.comm._group import Group
+from gossipgrad.comm._mean import statistics
 from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back, take_state
 from gossipgrad.errors import AgreementError
 
-__all__ = ["agree_on", "broadcast_replica", "fingerprint"]
+__all__ = ["agree_on", "broadcast_replica", "digest", "fingerprint"]
+
+logger = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 4 << 20  # small tensors share messages, since each takes a pass through all ranks
 _PARAMETERS = 64  # parameters whose state is copied and sent together
@@ -27,18 +31,19 @@ def fingerprint(
     """Return everything that must be equal on all ranks, as a flat table of text."""
     table = {f"setting {name!r}": str(value) for name, value in settings.items()}
     parameters = all_parameters(model, optimizers)
-    for kind, tensors in (("parameter", parameters.items()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            frozen = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
-            table[f"{kind} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
-    order = [list(parameters), [name for name, _ in model.named_buffers()]]
-    table["order of parameters and buffers"] = _digest(order)
+    for name, tensor in parameters.items():
+        frozen = "" if tensor.requires_grad else ", frozen"
+        table[f"parameter {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+    for name, tensor in statistics(model).items():  # other buffers may be each rank's own
+        table[f"buffer {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}"
+    order = [list(parameters), list(statistics(model))]
+    table["order of parameters and buffers"] = digest(order)
     names = {id(parameter): name for name, parameter in parameters.items()}
     for number, optimizer in enumerate(optimizers):
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         counts = "+".join(str(len(group)) for group in groups)
         table[f"optimizer {number}"] = (
-            f"{type(optimizer).__name__} of {counts} parameters (in the order {_digest(groups)})"
+            f"{type(optimizer).__name__} of {counts} parameters (in the order {digest(groups)})"
         )
     return table
 
@@ -60,7 +65,7 @@ def agree_on(
     first = group.members[0]
     for rank, other in zip(group.members, tables, strict=True):
         # Digests last: prefer to report a difference by name.
-        last = ("order", "optimizer")
+        last = ("setting 'bucket_bytes'", "setting 'messages'", "order", "optimizer")
         for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
             here, there = tables[0].get(key), other.get(key)
             if here != there:
@@ -76,15 +81,16 @@ def agree_on(
 def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Overwrite parameters, buffers and optimizer state with those of rank 0; a collective.
 
-    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped. If rank 0 is
-    no longer a member, the lowest member takes its role.
+    Hyper-parameters stay each rank's own, and so do buffers that differ in shape between ranks
+    (caches); a warning names them. State that rank 0 does not have is dropped. If rank 0 is no
+    longer a member, the lowest member takes its role.
 
     Raises:
         GossipError: If a rank dies, or rank 0's optimizer holds a value that is neither a tensor
             nor plain.
     """
     parameters = all_parameters(model, optimizers).values()
-    _broadcast(group, [local(tensor) for tensor in (*parameters, *model.buffers())])
+    _broadcast(group, [local(tensor) for tensor in (*parameters, *_alike_buffers(group, model))])
     is_source = group.rank == group.members[0]
     for number, optimizer in enumerate(optimizers):
         kept: list[list[Any]] = []
@@ -107,13 +113,29 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
             take_state(optimizer)
 
 
+def _alike_buffers(group: Group, model: nn.Module) -> list[Tensor]:
+    """Return the buffers that have the same shape and type on all ranks, and name the others."""
+    own = dict(model.named_buffers())
+    described = {n: f"{tuple(local(t).shape)} of {t.dtype}" for n, t in own.items()}
+    gathered = group.all_gather_object(described)
+    names = list(dict.fromkeys(name for each in gathered for name in each))
+    unlike = [n for n in names if any(each.get(n) != gathered[0].get(n) for each in gathered)]
+    if unlike:
+        logger.warning(
+            "rank %d: buffers differ between ranks, and stay each rank's own: %s",
+            *(group.rank, ", ".join(unlike)),
+        )
+    return [own[name] for name in names if name not in unlike]
+
+
 def _broadcast_values(group: Group, value: Any) -> Any:
     """Return the source's value, including tensors in host memory."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     size = group.broadcast_object(mine.numel())
-    data = mine.clone() if group.rank == group.members[0] else torch.empty(size, dtype=torch.uint8)
+    is_source = group.rank == group.members[0]
+    data = mine.clone() if is_source else torch.empty(size, dtype=torch.uint8, device="cpu")
     group.broadcast_(data)
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
@@ -143,5 +165,6 @@ def _broadcast_batch(group: Group, batch: Sequence[Tensor]) -> None:
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _digest(names: Any) -> str:
+def digest(names: Any) -> str:
+    """Return a short digest of values of JSON, to compare them among ranks."""
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]

@@ -126,5 +126,5 @@ class Part:
                 f"bucket {header.bucket} is planned as {self.size_bytes} bytes of {self.dtype}, "
                 f"got {size_bytes} bytes announced as {header.size_bytes} of {header.dtype}"
             )
-        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else payload
         return body.view(self.dtype)

@@ -118,9 +118,11 @@ class GossipAdamW(Optimizer):
             for parameter in to_update:
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.tensor(0.0)
+                    state["step"] = torch.tensor(0.0, device="cpu")
                     state["exp_avg"] = torch.zeros_like(parameter)
-                    state["momentum_sq"] = torch.zeros_like(parameter)
+                    # In bf16, `beta2 * square` rounds back to `square`, which could not fall.
+                    wide = torch.promote_types(parameter.dtype, torch.float32)
+                    state["momentum_sq"] = torch.zeros_like(parameter, dtype=wide)
                 state["step"] += 1
                 kind = int(state["step"]), parameter.device, parameter.dtype
                 alike[kind].append(parameter)
@@ -139,12 +141,14 @@ class GossipAdamW(Optimizer):
             return (1 - beta2) * (1 + beta1) / (1 - beta1) / (1 - beta1 ** (2 * t))
 
         if step > 1:
+            before = [m.to(square.dtype) for m, square in zip(momenta, squares, strict=True)]
             torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, momenta, momenta, share(step - 1))
+            torch._foreach_addcmul_(squares, before, before, share(step - 1))
         torch._foreach_lerp_(momenta, gradients, 1 - beta1)
         correction = 1 - beta2**step
         roots = torch._foreach_mul(squares, beta2 / correction)
-        torch._foreach_addcmul_(roots, momenta, momenta, share(step) / correction)
+        now = [m.to(square.dtype) for m, square in zip(momenta, squares, strict=True)]
+        torch._foreach_addcmul_(roots, now, now, share(step) / correction)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
         if group["weight_decay"]:

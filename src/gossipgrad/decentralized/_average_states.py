@@ -21,8 +21,8 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             iterator is read one by one: beside the mean memory holds the first and one other.
 
     Returns:
-        `"model"`: the mean of the weights and floating buffers, with their residuals;
-        others, and extra states of modules, are those of the first. `"optimizers"`: the mean of
+        `"model"`: the mean of the weights, with their residuals, and of running statistics; other
+        buffers, and extra states of modules, are those of the first. `"optimizers"`: the mean of
         each floating state of a parameter's shape (momentum, moments), over the states that have
         it; everything else, including step counters and hyper-parameters, is that of the first. For
         `gg.SOAP`, `gg.KLShampoo` and `gg.Shampoo` it is the mean of the factors. Bases, and moments
@@ -41,7 +41,8 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             first, optimizers = state, [{} for _ in state["optimizers"]]
         _check_alike(number, state, first)
         for name, tensor in state["model"].items():
-            mean = weights.setdefault(name, _Mean(tensor))
+            has_mean = name not in first.get("model_own", ())
+            mean = weights.setdefault(name, _Mean(tensor, has_mean=has_mean))
             mean.add(tensor, state.get("residuals", {}).get(name))
         for entries, optimizer in zip(optimizers, state["optimizers"], strict=True):
             for index, values, on_host in optimizer["state"]:
@@ -79,10 +80,11 @@ def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
 class _Mean:
     """The mean of one tensor over replicas, in float64; of others the first."""
 
-    def __init__(self, first: Tensor) -> None:
+    def __init__(self, first: Tensor, *, has_mean: bool = True) -> None:
         self.first = first
-        is_averaged = first.is_floating_point()
-        self._total = torch.zeros(first.shape, dtype=torch.float64) if is_averaged else None
+        self._total: Tensor | None = None
+        if has_mean and first.is_floating_point():
+            self._total = torch.zeros(first.shape, dtype=torch.float64, device="cpu")
         self._count = 0
 
     def add(self, value: Tensor, residual: Tensor | None = None) -> None:

@@ -19,9 +19,11 @@ from gossipgrad.comm import (
     check_heartbeats,
     check_ranks,
     check_timeout,
+    fitting_bucket_bytes,
     resolve_group,
     resolve_optimizers,
     resolve_transport,
+    trained_parameters,
 )
 from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._outer import Nesterov
@@ -75,7 +77,7 @@ def gossip(
     compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     transport: str | TransportFactory = "zeromq",
     encrypt: bool | None = None,
     recorder: Recorder | None = None,
@@ -136,7 +138,7 @@ def gossip(
             `"shared-mask:0.1"`. With `payload="weights"`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Seed of the rotation of partners, and of a shared mask.
-        bucket_bytes: Size of a message.
+        bucket_bytes: Size of a message. None: by the model, so that it has about 12 to 60.
         transport: `"zeromq"`, or a function from the session's group to a transport.
         encrypt: Encrypt the links (not collectives, nor the rendezvous), with the secret in the
             file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs processor time. None:
@@ -210,7 +212,11 @@ def gossip(
             wire_dtype=wire_dtype,
             compress=compress,
             seed=seed,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=fitting_bucket_bytes(
+                trained_parameters(model, optimizers).values(), wire_dtype
+            )
+            if bucket_bytes is None
+            else bucket_bytes,
         )
         with group.limit(start_timeout_seconds):
             return GossipSession(
@@ -292,7 +298,7 @@ def check_settings(
     compress: Any = None,
     scaler: object = None,
     seed: Any = 0,
-    bucket_bytes: object = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: object = None,
     transport: object = "zeromq",
     encrypt: object = None,
     heartbeats: object = None,
@@ -306,7 +312,8 @@ def check_settings(
         ValueError: For the first of them.
     """
     check_ranks(process_group, mesh)
-    check_numbers(every=every, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
+    size = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    check_numbers(every=every, bucket_bytes=size, wire_dtype=wire_dtype)
     resolved_mode = resolve_mode(mode)
     resolved = resolve_payload(payload, resolved_mode)
     if isinstance(resolved, Gradients | GradientsAndWeights) and scaler is not None:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import (
-    DEFAULT_BUCKET_BYTES,
     Group,
     Heartbeats,
     Recorder,
@@ -51,7 +50,7 @@ def join(
     compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats = _HEARTBEATS,
@@ -141,6 +140,8 @@ def join(
     early.release()
     made = Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds)
     with closing(made) as joiner:
+        if bucket_bytes is None:
+            chosen["bucket_bytes"] = joiner.bucket_bytes
         settings = resolve_settings(joiner.world_size, **chosen)
         narrow(model, joiner.shapes)
         joiner.check(

@@ -49,6 +49,8 @@ class GossipSession(Session):
     weights. `broadcast_()` begins a period, with an outer momentum of zero.
     """
 
+    is_writable = True
+
     def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
         self._outer = None if settings.outer is None else OuterOptimizer(settings.outer)
         if self._outer is not None:
@@ -115,6 +117,12 @@ class GossipSession(Session):
 
             state = state_entries(replica.trained, replica.optimizers, travels=is_sent)
             check_moments(of.payload, kept)
+            if not state and of.payload.only is not None:
+                warnings.warn(
+                    f"payload {of.payload} sends weights alone: no optimizer keeps the state that "
+                    "it names (SGD with momentum=0 keeps none). Use payload='weights'",
+                    stacklevel=2,
+                )
             flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
         if not travels(of.payload, "exp_avg") and any(
             isinstance(optimizer, GossipAdamW) for optimizer in replica.optimizers
@@ -139,6 +147,11 @@ class GossipSession(Session):
         if self._outer is not None:
             self._outer.reset()
         super()._begin()
+
+    def _adopt(self) -> None:
+        super()._adopt()
+        if self._outer is not None:
+            self._outer.reset()
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         closure = super()._before_step(optimizer, closure)

@@ -101,6 +101,16 @@ class GossipSettings(RoundSettings):
             del described["outer"]
         return described
 
+    def must_fit(self) -> dict[str, str]:
+        """Return the settings that must match when a state is loaded; waits may differ.
+
+        Only a mask's coordinates and outer weights depend on the buckets.
+        """
+        described = super().must_fit()
+        if self.compress is None and self.outer is None:
+            del described["bucket_bytes"]
+        return described
+
 
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     """Return a payload given by name or value, checked against the mode."""

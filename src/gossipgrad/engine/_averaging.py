@@ -3,19 +3,30 @@
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group, Recorder, distance_to_mean, mean_buffers, named
+from gossipgrad.comm import (
+    Group,
+    Recorder,
+    distance_to_mean,
+    mean_inside,
+    named,
+    statistics,
+    widened,
+)
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
 
-__all__ = ["Averaging"]
+__all__ = ["Averaging", "own_work"]
+
+C = TypeVar("C")
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +58,21 @@ _OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast"
 _TRIES = 4  # a rank may retry a collective that failed on it alone
 
 
+def own_work(*methods: str) -> Callable[[type[C]], type[C]]:
+    """Let methods of a class run without gradients, and not in `torch.inference_mode()`.
+
+    Snapshots and received parts that they make are written later, as no inference tensor can be.
+    """
+
+    def wrap(owner: type[C]) -> type[C]:
+        for name in methods:
+            alone = torch.inference_mode(False)(torch.no_grad()(getattr(owner, name)))
+            setattr(owner, name, alone)
+        return owner
+
+    return wrap
+
+
 class DifferentCollectivesError(GossipError):
     """The ranks called different collectives."""
 
@@ -63,6 +89,7 @@ class Averaging:
 
     Args:
         group: Runs the collectives.
+        model: The model, for its running statistics.
         members: The current generation's members.
         rounds: The rounds to align; None if there are no partners.
         joins: Whether this rank is a joiner; the others may have called collectives before.
@@ -75,18 +102,24 @@ class Averaging:
     """
 
     def __init__(
-        self, group: Group, members: Members, rounds: Rounds | None, *, joins: bool = False
+        self,
+        group: Group,
+        model: nn.Module,
+        members: Members,
+        rounds: Rounds | None,
+        *,
+        joins: bool = False,
     ) -> None:
         self.last_distance: float | None = None
         self.averages = 0
         self.averaged_bytes = 0
         self.seconds = 0.0
-        self._group = group
+        self._group, self._model = group, model
         self._members = members
         self._rounds = rounds
         self._joins = joins
         self._failed_in: int | None = None  # the generation in which a periodic average failed
-        self._has_warned = False
+        self._has_warned = self._has_named_unlike = False
         self._number = 0  # of the user's collective that this rank is in
 
     def enter_collective(self, kind: Kind, changed: str | None = None) -> bool:
@@ -200,6 +233,11 @@ class Averaging:
                     raise
         return self._group.all_gather_object(value)
 
+    def is_any(self, value: bool) -> bool:
+        """Return whether a value is true on some rank; all ranks have met."""
+        with self.together():
+            return any(self._group.all_gather_object(int(value)))
+
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their mean over the living ranks, in place."""
         self.enter_collective("mean")
@@ -230,32 +268,43 @@ class Averaging:
             self._rounds.channel.restart(self._rounds.next_round, self._group.members)
 
     def average(self, flows: Sequence[Flow]) -> None:
-        """Drain, then set all flows except gradients to their exact average on all ranks."""
+        """Drain, then set all flows except gradients to their exact average on all ranks.
+
+        Running statistics, too.
+        """
         averaged = [flow for flow in flows if flow.phase is not Phase.BEFORE_UPDATE]
         self.drain()
         with self.together():
             means = {flow: self._mean([b.total() for b in flow.buckets]) for flow in averaged}
-            self._measure(means)
+            shared = self._statistics()
+            wide = self._mean([t.to(widened(t.dtype), copy=True) for t in shared])
         for flow, flats in means.items():
             for bucket, flat in zip(flow.buckets, flats, strict=True):
                 bucket.load(flat)
+        with torch.no_grad():
+            for statistic, mean in zip(shared, wide, strict=True):
+                statistic.copy_(mean)
         self.averages += 1
         self.averaged_bytes += sum(flat.nbytes for flats in means.values() for flat in flats)
 
     def consensus(self, flows: Sequence[Flow]) -> dict[Flow, list[Tensor]]:
         """Return the exact average of the weights, one flat tensor per bucket; changes nothing."""
         with self.together():
-            means = {flow: self._mean(self._with_in_flight(flow)) for flow in flows}
-            self._measure(means)
-        return means
+            return {flow: self._mean(self._with_in_flight(flow)) for flow in flows}
 
     @contextmanager
-    def mean_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Replace the model's floating buffers (BatchNorm's statistics) by their mean, inside."""
+    def mean_statistics(self) -> Iterator[None]:
+        """Replace the model's running statistics by their mean, inside."""
         with ExitStack() as shown:
             with self.together():
-                shown.enter_context(mean_buffers(model, self._group.mean_))
+                shown.enter_context(mean_inside(self._statistics(), self._group.mean_))
             yield
+
+    def distance(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Return the root mean square over ranks of the distance of pairs; a collective."""
+        with self.together():
+            self.last_distance = distance_to_mean(pairs, self._group.mean_)
+        return self.last_distance
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
@@ -313,12 +362,18 @@ class Averaging:
                         delta.add_to(flats[place], self._rounds.weight(transfer))
         return flats
 
-    def _measure(self, means: dict[Flow, list[Tensor]]) -> None:
-        """Compute the root mean square over ranks of the distance of weights to their mean."""
-        pairs = (
-            (bucket.total(), mean)
-            for flow, flats in means.items()
-            if flow.in_consensus
-            for bucket, mean in zip(flow.buckets, flats, strict=True)
-        )
-        self.last_distance = distance_to_mean(pairs, self._group.mean_)
+    def _statistics(self) -> list[Tensor]:
+        """Return the running statistics that have equal shapes on all ranks; name others once."""
+        own = statistics(self._model)
+        shapes = {name: list(buffer.shape) for name, buffer in own.items()}
+        gathered = self._group.all_gather_object(shapes)
+        names = sorted({name for each in gathered for name in each})
+        unlike = [n for n in names if any(each.get(n) != gathered[0].get(n) for each in gathered)]
+        if unlike and not self._has_named_unlike:
+            self._has_named_unlike = True
+            logger.warning(
+                "rank %d: running statistics differ in shape between ranks, and stay each rank's "
+                "own: %s",
+                *(self._group.rank, ", ".join(unlike)),
+            )
+        return [buffer for name, buffer in own.items() if name not in unlike]

@@ -18,6 +18,8 @@ from gossipgrad.engine._claims import is_claimed
 __all__ = ["check_model", "check_replica"]
 
 _MOST_NAMED = 3
+# Of torch and, the second, of fairscale: compared by name, as importing them takes long.
+_COLLECTIVE = {"ZeroRedundancyOptimizer", "OSS", "PostLocalSGDOptimizer"}
 
 
 def check_model(model: object) -> None:
@@ -92,6 +94,15 @@ def check_replica(
             f"{type(model).__name__}: give the model that they were made for. A copy of a model, "
             "or one whose layers were replaced, needs an optimizer of its own"
         )
+    for optimizer in optimizers:
+        if (name := _averages_itself(optimizer)) is not None:
+            raise ValueError(
+                f"{name} expects gradients or weights that all ranks have averaged, and exchanges "
+                f"with all of them in its step(), which {door}() is there to avoid: each parameter "
+                "would be trained on the data of one rank. Give the optimizer that it wraps, such "
+                "as torch.optim.AdamW(model.parameters()); to split a model's optimizer state, use "
+                "FSDP2 inside a replica (mesh=...)"
+            )
     reduced = _reduced_over(own, process_group, mesh)
     if len(reduced) > 1:
         raise ValueError(
@@ -113,6 +124,12 @@ def check_replica(
             "one sequence, or call requires_grad_(False) on what is not trained",
             stacklevel=3,
         )
+
+
+def _averages_itself(optimizer: Optimizer) -> str | None:
+    """Return the name of an optimizer that exchanges with all ranks itself, None for others."""
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    return min(names & _COLLECTIVE, default=None)
 
 
 def _reduced_over(own: Container[int], process_group: object, mesh: object) -> list[int]:

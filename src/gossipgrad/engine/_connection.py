@@ -74,7 +74,7 @@ def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:
         GossipError: A message is too large.
     """
     most_bytes = rounds.channel.largest_bytes
-    largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
+    largest_bytes = max((part.size_bytes for flow in flows for part in flow.parts), default=0)
     if most_bytes is not None and largest_bytes > most_bytes:
         raise GossipError(
             f"a message of {largest_bytes} bytes is needed now, and links foresee {most_bytes}: "

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Recorder
@@ -39,6 +40,8 @@ class StepDriver:
         averaging: Makes periodic averages.
         recorder: Gets the spans of averages.
         flows: The flows to exchange.
+        check: Raises `ReplicaChangedError` if the replica was changed in a way that the family does
+            not allow.
         after_update: Called after the optimizers stepped, before anything is mixed.
         between_steps: Called with the number of steps before each step.
 
@@ -63,6 +66,7 @@ class StepDriver:
         recorder: Recorder | None,
         *,
         flows: Sequence[Flow],
+        check: Callable[[], None],
         after_update: Callable[[], None],
         between_steps: Callable[[int], None] | None,
     ) -> None:
@@ -70,15 +74,18 @@ class StepDriver:
         self.is_mid_step = False
         self.sends_gradients = True
         self.flows = list(flows)
-        self._replica, self._settings, self._members = replica, settings, members
+        self.replica = self._replica = replica
+        self._settings, self._members = settings, members
         self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
         self._after_update, self._between_steps = after_update, between_steps
+        self.check = check
         self._gradients: GradientExchange | None = None
         self._forward: ForwardHooks | None = None
         self._backward: BackwardUpdate | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
         self._arriving: Arriving | None = None
+        self._ends_after = -1  # the backward pass at whose end a step ends
 
     @property
     def has_sent_gradients(self) -> bool:
@@ -196,7 +203,7 @@ class StepDriver:
         if self._rounds is None:
             return closure
         if not self.is_mid_step and not self.has_updated_in_backward:
-            self._begin_step()
+            self._begin_step(in_backward=torch._C._current_graph_task_id() != -1)
         self.mix_gradients()
         self.is_mid_step = True
         return closure
@@ -207,6 +214,16 @@ class StepDriver:
             return
         if self._backward is not None and self._backward.is_stepping:
             return
+        backward = torch._C._current_graph_task_id()
+        if backward == -1 or len(self._replica.optimizers) == 1:
+            self._end_step()
+        elif backward != self._ends_after:
+            # The step of an optimizer that is fused into backward: others may follow in this pass,
+            # which still reads weights. So the step ends with the pass.
+            self._ends_after = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+
+    def _end_step(self) -> None:
         self.is_mid_step = False
         self.steps += 1
         if self._gradients is not None:
@@ -247,17 +264,6 @@ class StepDriver:
         if self._backward is not None:
             self._backward.enable(self.sends_gradients and self._ends_round)
 
-    def is_as_sent(self) -> bool:
-        """Whether written weights still equal those of the open round's snapshot."""
-        if self._rounds is None or not self.is_boundary:
-            return False
-        sent = {transfer.flow: transfer for transfer in self._rounds.in_flight}
-        return all(
-            flow.sends_whole and flow in sent and sent[flow].is_as_sent()
-            for flow in self.flows
-            if flow.in_consensus
-        )
-
     def pending_change(self) -> str | None:
         """Return the error message if the replica was changed since the last step."""
         if self._rounds is None:
@@ -265,11 +271,11 @@ class StepDriver:
         if self.is_mid_step:
             return (
                 "not all optimizers have stepped, and the step ends when the last of the list has. "
-                "Call this then; or, where some step less often than others, pass the one that "
-                "steps most often as the last"
+                "Call this then, or pass as the last of the list the optimizer that steps last "
+                "before it; for a GAN, one session for each model is simplest"
             )
         try:
-            self._replica.check(self.is_as_sent)
+            self.check()
         except ReplicaChangedError as error:
             return str(error)
         return None
@@ -281,9 +287,10 @@ class StepDriver:
         arrived: backward computes with the values that were read. The round is then sent after the
         optimizers stepped.
         """
-        self._replica.check(self.is_as_sent)
+        self.check()
         has_late = self._rounds is not None and self._rounds.has_late
-        waits = not (in_backward and (self._is_read_unmixed or has_late))
+        by_hand = self._forward is not None and self._forward.are_read_by_hand
+        waits = not (in_backward and (self._is_read_unmixed or has_late or by_hand))
         if self._forward is not None:
             self._forward.end_step(has_gradients=not in_backward)
         if waits:
@@ -334,7 +341,7 @@ class StepDriver:
         """Leave the round open until the next forward pass reads its buckets."""
         assert self._forward is not None
         self._awaits_forward, self._is_read_unmixed = True, False
-        self._forward.awaited.update(range(len(self._read)))
+        self._forward.expect()
 
     def _before_read(self, number: int) -> None:
         rounds, (flow, place) = self._rounds, self._read[number]

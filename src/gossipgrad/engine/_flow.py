@@ -259,7 +259,8 @@ class MaskedBucket(Bucket):
         self._mask = mask
         self._seed = (seed + number * _STRIDE) % 2**64
         self._rounds = rounds
-        self._ends = torch.tensor([entry.spec.numel for entry in self.entries]).cumsum(0)
+        sizes = [entry.spec.numel for entry in self.entries]
+        self._ends = torch.tensor(sizes, device="cpu").cumsum(0)
         self._kept: OrderedDict[int, Coordinates] = OrderedDict()
         self._lock = threading.Lock()  # the listener computes deltas, too
 
@@ -342,7 +343,6 @@ class Flow:
         buckets: In the order of the channel's plan.
         parts: Their types and sizes, for the channel.
         pool: The pool of its snapshots.
-        sends_whole: Whether it sends the tensors unchanged, bit for bit.
     """
 
     def __init__(
@@ -383,7 +383,6 @@ class Flow:
                 for number, layout in numbered
             ]
         self.parts = wire.parts
-        self.sends_whole = wire_dtype is None and mask is None
         self.pool = SnapshotPool(wire, self.device, snapshots)
 
     @classmethod

@@ -1,5 +1,6 @@
 """Hooks on the forward pass that report the buckets a module is about to read."""
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +9,11 @@ import torch
 from torch import nn
 
 from gossipgrad.comm import is_sharded
+from gossipgrad.engine._saving import NOTHING
 
 __all__ = ["ForwardHooks"]
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardHooks:
@@ -24,13 +28,21 @@ class ForwardHooks:
     Hooks do not fire inside compiled code; the enclosing module then counts as the reader. Where no
     module was seen, as with a model that is compiled whole, `is_ready` stays False.
 
+    Passes without gradients (an evaluation, perhaps of other weights that are swapped in for it)
+    and passes that repeat a part inside backward (checkpointing) mix nothing and teach nothing.
+
+    Autograd may hold a parameter before its module is called: a penalty on weights, or a loss that
+    is a method of the model. To mix it then would change what backward needs. Such a bucket waits
+    for the end of the step, and `is_ready` is False from then on.
+
     Args:
         model: The model.
         buckets: The parameters of each bucket.
         read: Called with the number of a bucket that is awaited and about to be read.
 
     Attributes:
-        awaited: Numbers of the buckets in flight; the sender adds them.
+        awaited: Numbers of the buckets in flight.
+        are_read_by_hand: Whether autograd has held a parameter before its module was called.
     """
 
     def __init__(
@@ -40,6 +52,8 @@ class ForwardHooks:
         read: Callable[[int], None],
     ) -> None:
         self.awaited: set[int] = set()
+        self.are_read_by_hand = False
+        self._uses: dict[nn.Parameter, int] = {}  # references to each parameter after the step
         self._buckets, self._read = buckets, read
         self._parents = {child: module for module in model.modules() for child in module.children()}
         self._owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -58,7 +72,12 @@ class ForwardHooks:
     @property
     def is_ready(self) -> bool:
         """Whether every bucket is known to have a module that reads it."""
-        return self._of is not None
+        return self._of is not None and not self.are_read_by_hand
+
+    def expect(self) -> None:
+        """Await all buckets, as a step has ended."""
+        self.awaited = set(range(len(self._buckets)))
+        self._uses = {p: _uses(p) for group in self._buckets for p in group}
 
     def end_step(self, *, has_gradients: bool = True) -> list[int]:
         """End a forward and backward pass; return awaited buckets that no module read.
@@ -107,7 +126,13 @@ class ForwardHooks:
             readers.append(reader)
         return readers or [None]
 
+    def _is_held(self, number: int) -> bool:
+        """Whether autograd holds a parameter of a bucket since the step."""
+        return any(_uses(p) > self._uses[p] for p in self._buckets[number] if not is_sharded(p))
+
     def _before_forward(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
         if self._of is None:
             self._called.add(module)
             return
@@ -119,21 +144,38 @@ class ForwardHooks:
         for number in numbers:
             if number in self.awaited:
                 self.awaited.discard(number)
-                self._read(number)
+                if self._is_held(number):
+                    self._note_held()
+                else:
+                    self._read(number)
+
+    def _note_held(self) -> None:
+        if not self.are_read_by_hand:
+            self.are_read_by_hand = True
+            logger.warning(
+                "parameters are read before their module is called (a penalty on weights, or a "
+                "method of the model that reads them): mode sync mixes at the end of each step "
+                "from now on, and the forward pass does not hide the exchange"
+            )
+
+
+def _uses(parameter: nn.Parameter) -> int:
+    """Count the references to a parameter in C++: autograd holds what backward needs."""
+    return parameter._use_count()  # pyrefly: ignore[missing-attribute]
 
 
 class _Hook:
     """A module hook that does not keep the session alive; a copy of it does nothing."""
 
-    def __init__(self, call: Callable[[nn.Module], None] | None = None) -> None:
-        self._call = None if call is None else weakref.WeakMethod(call)
+    def __init__(self, call: Callable[[nn.Module], None]) -> None:
+        self._call = weakref.WeakMethod(call)
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        call = None if self._call is None else self._call()
+        call = self._call()
         if call is not None:
             call(module)
 
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> Any:
+        return NOTHING

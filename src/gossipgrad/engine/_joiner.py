@@ -133,6 +133,11 @@ class Joiner:
         self._fingerprint: dict[str, str] = info["fingerprint"]
         self._introductions = {int(rank): each for rank, each in info["introductions"].items()}
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of the run's messages, which fits the model with which it began."""
+        return int(self._fingerprint["setting 'bucket_bytes'"])
+
     def close(self) -> None:
         """Close the connection to the store."""
         self._asked.close()

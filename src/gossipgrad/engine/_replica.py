@@ -1,4 +1,4 @@
-"""A replica: the user's model and optimizers, and checks that only the session changes them."""
+"""A replica: the user's model and optimizers, and checks of what changed outside the session."""
 
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -11,14 +11,12 @@ from torch.optim import Optimizer
 from gossipgrad.comm import is_sharded, local, parameters_of, trained_parameters
 from gossipgrad.engine._claims import Claim
 from gossipgrad.engine._surgery import Surgery, operate
-from gossipgrad.errors import ReplicaChangedError
+from gossipgrad.errors import AgreementError, EvictedError, GossipError, ReplicaChangedError
 
 __all__ = ["Replica"]
 
-_WAY_OUT = (
-    "Call session.broadcast_() on every rank to make all replicas rank 0's, or "
-    "session.accept_changes() on this rank if the change is meant to be mixed in"
-)
+_TRIES = 4  # ranks may be lost in the middle of a collective
+_WAY_OUT = "Call session.broadcast_() on every rank to make all replicas rank 0's"
 
 
 class Replica:
@@ -46,7 +44,7 @@ class Replica:
         self.trained: dict[str, nn.Parameter] = {}
         self._claim = Claim(door)
         self._is_plain = True  # no sharded or sparse parameter: most models
-        self._owned: list[tuple[int, bool]] = []
+        self._owned: list[int] = []
         self._marks: list[tuple[int, int]] = []
         self._loaded: list[str] = []
         loaded = self._loaded  # so that hooks reference only this list
@@ -118,46 +116,75 @@ class Replica:
         marks = zip(self.trained, now, self._marks, strict=True)
         return [name for name, mark, before in marks if mark != before]
 
-    def check(self, is_as_sent: Callable[[], bool] = lambda: False) -> None:
-        """Check that only the session changed weights since `note`.
-
-        Args:
-            is_as_sent: Called if weights were written; returns whether their values are unchanged.
+    def check(self) -> None:
+        """Check that only the session changed weights since `note`, and that their set is the same.
 
         Raises:
             ReplicaChangedError: If other changes were made; it names them.
         """
-        self.check_set()
+        self.check_loaded()
+        if (change := self.set_change()) is not None:
+            raise ReplicaChangedError(
+                f"{change}. Call session.average_() on every rank before the set changes, so that "
+                "nothing is lost, and session.broadcast_() on every rank after it"
+            )
         names = self.touched()
-        if names and not is_as_sent():
+        if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ReplicaChangedError(
                 f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
                 f"re-initialisation, ...). {_WAY_OUT}"
             )
 
-    def check_set(self) -> None:
-        """Check that the optimizers still train the same parameters, from the same state.
+    def check_loaded(self) -> None:
+        """Check that no optimizer has loaded another state.
 
         Raises:
-            ReplicaChangedError: If not; it names the differences.
+            ReplicaChangedError: If one has; it is named.
         """
         if self._loaded:
             raise ReplicaChangedError(
                 f"{self._loaded[0]}.load_state_dict was called inside a session. {_WAY_OUT}"
             )
-        if self._owned == self._owned_now():
-            return
+
+    def set_change(self) -> str | None:
+        """Describe how the set of trained parameters differs from the session's, None if equal.
+
+        Parameters are compared by identity: one that is frozen for a while still belongs to the
+        session. One that was frozen as the session began is new when it is not any more.
+        """
+        known = {id(p) for p in self.trained.values()}
+        held = [p for o in self.optimizers for p in parameters_of(o)]
+        is_thawed = any(p.requires_grad and id(p) not in known for p in held)
+        if self._owned == self._owned_now() and not is_thawed:
+            return None
         now, before = trained_parameters(self.model, self.optimizers), self.trained
         new = [name for name in now if now[name] is not before.get(name)]
-        gone = [name for name in before if name not in now]
+        gone = [name for name, p in before.items() if not any(p is each for each in held)]
         what = [f"new: {', '.join(new)}"] if new else []
         what += [f"gone: {', '.join(gone)}"] if gone else []
-        raise ReplicaChangedError(
+        return (
             "the parameters that the optimizers train have changed (add_param_group, "
-            f"requires_grad): {'; '.join(what) or 'in their order'}. Call session.broadcast_() on "
-            "every rank to continue with the new set"
+            f"requires_grad): {'; '.join(what) or 'in their order'}"
         )
+
+    def adopt(self, average: Callable[[], None]) -> None:
+        """Call `average`, a collective that accepts another set, until it has if the set changed.
+
+        Raises:
+            AgreementError: On every rank, if one's set is another.
+            GossipError: The ranks did not meet.
+        """
+        for left in reversed(range(_TRIES)):
+            if self.set_change() is None:
+                return
+            try:
+                average()
+            except (AgreementError, EvictedError, ReplicaChangedError):
+                raise
+            except GossipError:
+                if left == 0:
+                    raise
 
     def apply(self, surgery: Surgery) -> None:
         """Change shapes in place, with optimizer state, gradients and buffers; local.
@@ -201,5 +228,5 @@ class Replica:
         # A sparse tensor has no address, and flows do not support it.
         return [(p._version, p.data_ptr() if p.layout is torch.strided else 0) for p in whole]
 
-    def _owned_now(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for o in self.optimizers for p in parameters_of(o)]
+    def _owned_now(self) -> list[int]:
+        return [id(p) for o in self.optimizers for p in parameters_of(o)]

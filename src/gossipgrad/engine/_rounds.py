@@ -54,7 +54,9 @@ class PairDistance:
 
     def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
         """Load the result of `state_dict`."""
-        self._rounds = [[torch.tensor(s, dtype=torch.float64) for s in r] for r in state]
+        self._rounds = [
+            [torch.tensor(s, dtype=torch.float64, device="cpu") for s in r] for r in state
+        ]
 
     def estimate(self, world_size: int) -> float | None:
         """Estimate the root mean square distance of replicas to their mean; None before any pair.

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from gossipgrad.comm import is_sharded
 if TYPE_CHECKING:
     from gossipgrad.engine._session import Session
 
-__all__ = ["state_on_one", "watch_state_dict", "watch_states"]
+__all__ = ["NOTHING", "state_on_one", "warn_of_load", "watch_state_dict", "watch_states"]
 
 
 def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
@@ -37,15 +38,19 @@ def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
 
 
 def watch_states(
-    model: nn.Module, optimizers: Sequence[Optimizer], wait: Callable[[], None]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    wait: Callable[[], None],
+    before_load: Callable[[], None],
 ) -> list[RemovableHandle]:
-    """Call the method `wait` before model state is loaded, and optimizer state loaded or saved.
+    """Call `before_load` before model state is loaded, and `wait` as an optimizer's is or is saved.
 
-    So parts in flight are never mixed into loaded state.
+    Both are methods that mix parts in flight, which are so never mixed into loaded state.
     """
     hook = _Hook(wait)
-    loads = [each.register_load_state_dict_pre_hook(hook) for each in (model, *optimizers)]
-    return loads + [each.register_state_dict_pre_hook(hook) for each in optimizers]
+    handles = [model.register_load_state_dict_pre_hook(_Hook(before_load))]
+    handles += [each.register_load_state_dict_pre_hook(hook) for each in optimizers]
+    return handles + [each.register_state_dict_pre_hook(hook) for each in optimizers]
 
 
 def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> RemovableHandle:
@@ -55,26 +60,41 @@ def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> Removable
     equal keys, silently loses the other replicas. `differs` is a method; the model does not keep
     its object alive. Copies of the model, including pickled ones, do not warn.
     """
-    return model.register_state_dict_pre_hook(_Hook(differs))
+    return model.register_state_dict_pre_hook(_Hook(differs, _DIFFERS))
 
 
 class _Hook:
-    """The hook; a copy of it does nothing."""
+    """Calls a method, and warns once if it returns True; a copy of the hook does nothing."""
 
-    def __init__(self, differs: Callable[[], object] | None = None) -> None:
-        self._differs = None if differs is None else weakref.WeakMethod(differs)
-        self._has_warned = False
+    def __init__(self, call: Callable[[], object], warning: str = "") -> None:
+        self._call = weakref.WeakMethod(call)
+        self._warning = warning
 
     def __call__(self, *_: object) -> None:
-        differs = None if self._differs is None else self._differs()
-        if differs is not None and differs() and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "state_dict() of one replica, and replicas may differ: saving it loses what the "
-                "others have learned. Take it inside `with session.consensus():`, which shows the "
-                "average of all. (Right as it is if each rank saves its own, under its own name.)",
-                stacklevel=3,
-            )
+        call = self._call()
+        if call is not None and call() and self._warning:
+            warnings.warn(self._warning, stacklevel=3)
+            self._warning = ""
 
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> Any:
+        return NOTHING
+
+
+# What a hook is in a copy or a pickle of its module: a callable of the standard library that
+# ignores its arguments, so that the file opens where this package is not installed.
+NOTHING = (getattr, (nullcontext(), "__exit__"))
+_DIFFERS = (
+    "state_dict() of one replica, and replicas may differ: saving it loses what the "
+    "others have learned. Take it inside `with session.consensus():`, which shows the "
+    "average of all. (Right as it is if each rank saves its own, under its own name.)"
+)
+
+
+def warn_of_load() -> None:
+    """Warn of a model that was loaded amid training, when it is about to be mixed."""
+    warnings.warn(
+        "model.load_state_dict() inside a session: what was loaded is mixed with the other ranks' "
+        "weights like any update. If only some ranks load, or load another state, call "
+        "session.broadcast_() on every rank first, which makes all replicas rank 0's",
+        stacklevel=5,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,12 +18,13 @@ from gossipgrad.comm import (
     Transport,
     agree_on,
     broadcast_replica,
+    digest,
     fingerprint,
     local,
 )
 from gossipgrad.engine._admission import Admission, Carried, why_not_join
 from gossipgrad.engine._arrival import Arrival
-from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._connection import check_growth, connect
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
@@ -31,11 +33,10 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import state_on_one, watch_state_dict, watch_states
+from gossipgrad.engine._saving import state_on_one, warn_of_load, watch_state_dict, watch_states
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._signal_handlers import check_not_in_handler
-from gossipgrad.engine._stale_rounds import StaleRounds
-from gossipgrad.engine._state import StateKeeper
+from gossipgrad.engine._state import StateKeeper, take_state
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
@@ -49,6 +50,11 @@ S = TypeVar("S", bound="Session")
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for parts in flight and for sending
 
 
+@own_work(
+    *("consensus_state_dict", "average_", "consensus_distance", "disagreement", "broadcast_"),
+    *("apply_", "mean_", "wait", "agree", "state_dict", "load_state_dict"),
+    *("_before_state_dict", "_before_load", "_close"),
+)
 class Session:
     """Trains one of several replicas inside the user's own loop; the base of all sessions.
 
@@ -83,6 +89,12 @@ class Session:
     counts_skipped_steps: ClassVar[bool] = True
     """Whether a step that the scaler skips counts as a step of the session."""
 
+    is_writable: ClassVar[bool] = False
+    """Whether other code may write weights, and the set of trained parameters may grow.
+
+    A write then reaches the others like any update. Otherwise the next step raises.
+    """
+
     can_resize: bool = True
     """Whether `apply_()` can change shapes in it."""
 
@@ -103,7 +115,8 @@ class Session:
         self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
-        self._in_consensus = self._is_closed = False
+        self._in_consensus = self._is_closed = self._has_loaded = False
+        self._kept: list[tuple[Tensor, Tensor]] = []  # what consensus() shows, and what it restores
         self._rounds: Rounds | None = None
         self._driver: StepDriver | None = None
         self._hooks: StepHooks | None = None
@@ -121,7 +134,9 @@ class Session:
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
             joins = arrival is not None
-            self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
+            self._averaging = Averaging(
+                group, replica.model, self._members, self._rounds, joins=joins
+            )
             self._driver = StepDriver(
                 replica,
                 settings,
@@ -130,10 +145,13 @@ class Session:
                 self._averaging,
                 recorder,
                 flows=flows,
+                check=replica.check_loaded if self.is_writable else replica.check,
                 after_update=self._after_update,
                 between_steps=None if self._admission is None else self._admission.poll,
             )
-            self._watches += watch_states(replica.model, replica.optimizers, self.wait)
+            self._watches += watch_states(
+                replica.model, replica.optimizers, self.wait, self._before_load
+            )
             self._hooks = StepHooks(
                 replica.optimizers,
                 scaler,
@@ -216,11 +234,14 @@ class Session:
         return self._run.flows
 
     @contextmanager
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def consensus(self) -> Iterator[None]:
         """Set the model to the exact average of the living replicas inside, and restore it after.
 
-        Entering is a collective, leaving is local. Floating buffers (BatchNorm's statistics) are
-        averaged too; parameters that no optimizer trains stay unchanged. Training is not disturbed:
+        Entering is a collective, leaving is local. Running statistics (BatchNorm's) are averaged,
+        too; other buffers, and parameters that no optimizer trains, stay this rank's own. Training
+        is not disturbed:
         deltas in flight count in the average and are mixed later as usual, so a run with
         evaluations equals one without, bit for bit. Ranks may call it after unequal step counts;
         partners that are ahead do not wait.
@@ -230,21 +251,22 @@ class Session:
                 cannot be reached or without heartbeats; or inside another `consensus()`; or if all
                 others closed their sessions while this rank waited for them. The model is then
                 unchanged.
-            ReplicaChangedError: On every rank, if one's weights were changed since its last step.
+            ReplicaChangedError: On every rank, if one's optimizer was loaded, or, in families that
+                do not allow it, its weights were changed since its last step.
         """
         self._check_ready("consensus")
         self._averaging.enter_collective("consensus", self._pending_change())
         means = self._averaging.consensus(self._weights)
         kept: list[tuple[Tensor, Tensor]] = []
-        with self._averaging.mean_buffers(self.replica.model):
+        with self._averaging.mean_statistics():
             try:
                 for flow, flats in means.items():
                     for bucket, flat in zip(flow.buckets, flats, strict=True):
                         bucket.show(flat, kept)
-                self._in_consensus = True
+                self._in_consensus, self._kept = True, kept
                 yield
             finally:
-                self._in_consensus = False
+                self._in_consensus, self._kept = False, []
                 self.replica.reshard()
                 with torch.no_grad():
                     for tensor, own in kept:
@@ -277,7 +299,10 @@ class Session:
     def average_(self) -> None:
         """Set all living replicas to their exact average, with optimizer state if it is exchanged.
 
-        A collective. Parts in flight are mixed first.
+        A collective. Parts in flight are mixed first. Running statistics (BatchNorm's) are
+        averaged, too; other buffers stay each rank's own. If the set of trained parameters has
+        grown since (unfrozen layers, `add_param_group`), it is read again, and all of it averaged.
+        In `gossip()` the next `optimizer.step()` does this by itself, on all ranks.
 
         Raises:
             GossipError: As `consensus()`; parts in flight may have been mixed.
@@ -286,6 +311,8 @@ class Session:
         self._averaging.enter_collective("average", self._pending_change())
         try:
             self._averaging.average(self.flows)
+            if self.is_writable and self._averaging.is_any(self.replica.set_change() is not None):
+                self._adopt()
         finally:
             self.replica.note()
         self._run.equal_at_step = self._run.steps
@@ -294,16 +321,22 @@ class Session:
     def consensus_distance(self) -> float:
         """Return the root mean square over ranks of the distance of weights to their mean.
 
-        A collective; changes nothing.
+        A collective; changes nothing. It costs an average of all weights, and inside `consensus()`,
+        where the average is there, a single number: all ranks call it there, or none.
 
         Raises:
             GossipError: As `consensus()`.
         """
+        if self._in_consensus:
+            return self._averaging.distance((own, shown) for shown, own in self._kept)
         self._check_ready("consensus_distance")
         self._averaging.enter_collective("distance", self._pending_change())
-        self._averaging.consensus(self._weights)
-        assert self._averaging.last_distance is not None
-        return self._averaging.last_distance
+        means = self._averaging.consensus(self._weights)
+        return self._averaging.distance(
+            (bucket.total(), mean)
+            for flow, flats in means.items()
+            for bucket, mean in zip(flow.buckets, flats, strict=True)
+        )
 
     def disagreement(self, batch: Tensor) -> float:
         """Return the distance between the living replicas' predictions for one batch.
@@ -347,6 +380,7 @@ class Session:
                 again. Or a single row of a new parameter is larger than the session's links allow.
         """
         self._check_ready("broadcast_")
+        self._has_loaded = False
         self._averaging.enter_collective("broadcast")
         with self._averaging.together(), self.replica.accepting():
             flows = self._deal()
@@ -397,15 +431,14 @@ class Session:
         self._averaging.mean_(tensors)
 
     def accept_changes(self) -> None:
-        """Accept that this rank's weights were written on purpose, and continue with them; local.
+        """Drop the rounding errors of narrow weights that were written since the last step; local.
 
-        The change reaches the others like any update.
+        Not needed for anything else: a write reaches the others like any update.
 
         Raises:
-            ReplicaChangedError: If the set of trained parameters has changed, or the optimizer was
-                loaded: only `broadcast_()` can apply that.
+            ReplicaChangedError: If an optimizer was loaded: only `broadcast_()` can apply that.
         """
-        self.replica.check_set()
+        self.replica.check_loaded()
         touched = set(self.replica.touched())
         for flow in self._weights:
             flow.clear_residuals(touched)
@@ -497,29 +530,9 @@ class Session:
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
-        if self._run.is_mid_step:
-            raise GossipError(
-                "state_dict() in the middle of a step: not all optimizers have stepped; call it "
-                "when the last one has"
-            )
-        if self._run.has_sent_gradients:
-            raise GossipError(
-                "state_dict() between backward and step: gradients of this step have been sent, "
-                "and are in no state; call it when the optimizer has stepped"
-            )
-        if (rounds := self._rounds) is None:
-            return self._state(0, copy=copy)
-        if drain or isinstance(rounds, StaleRounds):
-            self._averaging.enter_collective("drain", self._pending_change())
-            self._averaging.drain()
-            state = self._state(rounds.next_round, copy=copy)
-            self._run.begin()
-            return state
-        self.replica.check(self._run.is_as_sent)
-        across, is_boundary = bool(self._run.in_phase(Phase.ACROSS)), self._run.is_boundary
-        rounds.catch_up(closes=across and not is_boundary)
-        self.replica.note()
-        return self._state(rounds.next_round - (across and is_boundary), copy=copy)
+        return take_state(
+            self._run, self._rounds, self._averaging, partial(self._state, copy=copy), drain=drain
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; a collective.
@@ -641,10 +654,22 @@ class Session:
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
+        self._warn_of_load()
+        if self.is_writable and not (self._run.is_mid_step or self._run.has_updated_in_backward):
+            self.replica.adopt(self.average_)
         return self._run.before_step(closure)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._run.after_step(optimizer)
+
+    def _adopt(self) -> None:
+        """Continue with the parameters that are trained now; all ranks have met."""
+        with self._averaging.together(), self.replica.accepting():
+            self._run.use(self._deal())
+            self._averaging.average(self.flows)
+        self.replica.accept()
+        if self._admission is not None:
+            self._admission.publish()
 
     def _arm(self) -> None:
         """Says whether gradients of the next backward pass are sent."""
@@ -680,7 +705,9 @@ class Session:
         replica.reshard()
         flows = self._make_flows()
         if self.world_size > 1:
-            agree_on(self.group, replica.model, replica.optimizers, self._describe())
+            parts = [part for flow in flows for part in flow.parts]
+            wanted = {**self._describe(), "messages": digest([str(part) for part in parts])}
+            agree_on(self.group, replica.model, replica.optimizers, wanted)
         if self._rounds is not None:
             check_growth(self._rounds, flows)
         return flows
@@ -732,6 +759,17 @@ class Session:
         run.wait()
         return self._members.has_partners(rounds) and run.steps > run.equal_at_step
 
+    def _before_load(self) -> None:
+        """Mix parts in flight, and remember that a state is loaded amid training."""
+        if not self._is_closed and not self._in_consensus:
+            self._run.wait()
+            self._has_loaded = self._rounds is not None and self._run.steps > 0
+
+    def _warn_of_load(self) -> None:
+        has_loaded, self._has_loaded = self._has_loaded, False
+        if has_loaded:
+            warn_of_load()
+
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
             raise GossipError(f"the session is closed: call {self.door}() for a new one")
@@ -742,6 +780,8 @@ class Session:
                 "to this rank's replica on exit. Call it after the block"
             )
         self._run.check_not_updating(method)
+        if method in ("consensus", "average_"):
+            self._warn_of_load()
         self.replica.reshard()
         self._run.wait()
 

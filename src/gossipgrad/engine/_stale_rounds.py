@@ -114,7 +114,7 @@ class StaleRounds(Rounds):
             return []
         self.send(transfers)
         self._spent("snapshot", start, round=round)
-        return transfers
+        return [transfer for transfer in transfers if transfer.exchanges]  # a shard may be empty
 
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:

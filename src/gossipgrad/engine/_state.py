@@ -1,7 +1,7 @@
 """The state of a session beside the replica: position, counters and residuals."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,16 @@ from torch import Tensor
 from gossipgrad.comm import Group, Membership, load_replica, local, misfit, replica_state
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._driver import StepDriver
-from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
+from gossipgrad.errors import GossipError
 
-__all__ = ["StateKeeper"]
+__all__ = ["StateKeeper", "take_state"]
 
-VERSION = 2
+VERSION = 3
 
 
 class StateKeeper:
@@ -68,7 +69,7 @@ class StateKeeper:
                 "next_round": next_round,
                 "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
                 "counters": {
-                    "clamps": [int(b.clamped) for flow in driver.flows for b in flow.buckets],
+                    "clamps": sum(int(b.clamped) for f in driver.flows for b in f.buckets),
                     "averages": self._averaging.state_dict(),
                     "rounds": None if rounds is None else rounds.state_dict(),
                 },
@@ -132,8 +133,10 @@ class StateKeeper:
         _load_residuals(driver.flows, state["residuals"])
         counters = session["counters"]
         buckets = [bucket for flow in driver.flows for bucket in flow.buckets]
-        for bucket, clamps in zip(buckets, counters["clamps"], strict=True):
-            bucket.clamped.fill_(clamps)
+        for bucket in buckets:
+            bucket.clamped.zero_()
+        if buckets:
+            buckets[0].clamped.fill_(counters["clamps"])
         self._averaging.load_state_dict(counters["averages"])
         if rounds is not None and counters["rounds"] is not None:
             rounds.load_state_dict(counters["rounds"])
@@ -164,6 +167,41 @@ class StateKeeper:
         return None
 
 
+def take_state(
+    driver: StepDriver,
+    rounds: Rounds | None,
+    averaging: Averaging,
+    state_at: Callable[[int], dict[str, Any]],
+    *,
+    drain: bool,
+) -> dict[str, Any]:
+    """See `Session.state_dict`; `state_at` returns the state for a next round."""
+    if driver.is_mid_step:
+        raise GossipError(
+            "state_dict() in the middle of a step: not all optimizers have stepped; call it "
+            "when the last one has"
+        )
+    if driver.has_sent_gradients:
+        raise GossipError(
+            "state_dict() between backward and step: gradients of this step have been sent, "
+            "and are in no state; call it when the optimizer has stepped"
+        )
+    if rounds is None:
+        return state_at(0)
+    if drain or isinstance(rounds, StaleRounds):
+        averaging.enter_collective("drain", driver.pending_change())
+        averaging.drain()
+        state = state_at(rounds.next_round)
+        driver.begin()
+        return state
+    driver.check()
+    is_across = bool(driver.in_phase(Phase.ACROSS))
+    rounds.catch_up(closes=is_across and not driver.is_boundary)
+    driver.replica.note()
+    is_open = is_across and driver.is_boundary  # its round is opened once more by the loaded state
+    return state_at(rounds.next_round - 1 if is_open else rounds.next_round)
+
+
 def _residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
     """Return the rounding errors of narrow weights, by parameter name."""
     found: dict[str, Tensor] = {}
@@ -175,7 +213,9 @@ def _residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]
                 found[entry.spec.name] = residual.to("cpu", copy=copy)
                 continue
             shape = local(entry.parameter).shape
-            whole = found.setdefault(entry.spec.name, torch.zeros(shape, dtype=residual.dtype))
+            whole = found.setdefault(
+                entry.spec.name, torch.zeros(shape, dtype=residual.dtype, device="cpu")
+            )
             whole.narrow(0, *entry.rows).copy_(residual)
     return found
 

@@ -38,8 +38,8 @@ class Stats:
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and if no weights are sent. It costs no traffic.
             Recent partners are closer than two arbitrary ranks, so it tends to be low.
-        consensus_distance: The exact distance of the last collective that computed it; with a mesh,
-            that of this rank's shards.
+        consensus_distance: The result of the last `consensus_distance()`; with a mesh, that of this
+            rank's shards.
         averages: How often all replicas were set to their exact average.
         averaged_bytes: Total bytes of weights and state in these averages; a ring all-reduce sends
             2 (p - 1) / p of it.

@@ -4,12 +4,15 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Closure", "StepHooks"]
+from gossipgrad.comm import parameters_of
+
+__all__ = ["Closure", "StepHooks", "held_by"]
 
 Closure = Callable[..., Any]
 
@@ -26,6 +29,10 @@ class StepHooks:
 
     torch fires an optimizer's hooks twice where its `step` calls that of a parent class of which a
     plain instance exists: only the outer call counts here.
+
+    An optimizer may hold another one that makes its updates, on parameters of its own: SAM's
+    `base_optimizer`. If that one steps by itself, as in SAM's `second_step()`, it is a step of the
+    optimizer that was given.
 
     Args:
         optimizers: The session's optimizers.
@@ -59,13 +66,17 @@ class StepHooks:
         # over.
         self._depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles = []
+        # By the optimizer that is held, the one that holds it.
+        self._holders = {
+            held: optimizer for optimizer in optimizers for held in held_by(optimizer, optimizers)
+        }
         try:
-            for optimizer in optimizers:
+            for optimizer in (*optimizers, *self._holders):
                 self._handles.append(optimizer.register_step_pre_hook(self._on_pre))
                 self._handles.append(optimizer.register_step_post_hook(self._on_post))
             if self._scaler is not None:
                 self._plain_step = self._scaler.step
-                self._scaler.step = self._scaled_step  # type: ignore[method-assign]
+                self._scaler.step = _ScaledStep(self._scaled_step, self._scaler)  # type: ignore[method-assign]
         except BaseException:
             self.remove()
             raise
@@ -75,12 +86,18 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._scaler is not None and self._scaler.__dict__.get("step") == self._scaled_step:
-            del self._scaler.__dict__["step"]
+        if self._scaler is not None:
+            step = self._scaler.__dict__.get("step")
+            if isinstance(step, _ScaledStep) and step.call == self._scaled_step:
+                del self._scaler.__dict__["step"]
 
+    @torch.compiler.disable  # a compiled step() would trace through the whole exchange
     def _on_pre(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        holder = self._holders.get(optimizer, optimizer)
+        if holder is not optimizer and self._depth.get(holder) and _calls_of_step(holder):
+            return None
         if self._depth.get(optimizer) and _calls_of_step(optimizer) > 1:
             self._depth[optimizer] += 1
             return None
@@ -89,29 +106,59 @@ class StepHooks:
             self._knows_scaler = True
             _warn_of_unknown_scaler(self._door, self._harm)
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        closure = self._before(optimizer, given)
+        closure = self._before(holder, given)
         if closure is given:
             return None
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
 
+    @torch.compiler.disable
     def _on_post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        holder = self._holders.get(optimizer, optimizer)
+        if holder is not optimizer and not self._depth.get(optimizer):
+            return  # in the holder's own step
         self._depth[optimizer] = self._depth.get(optimizer, 1) - 1
         if self._depth[optimizer]:
             return
         self._has_stepped = True
-        self._after(optimizer)
+        self._after(holder)
 
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._has_stepped = False
         result = self._plain_step(optimizer, *args, **kwargs)
-        if (
-            not self._has_stepped and optimizer in self._optimizers
-        ):  # it may also step other optimizers
+        optimizer = self._holders.get(optimizer, optimizer)
+        if not self._has_stepped and optimizer in self._optimizers:  # it may also step others
             self._before(optimizer, None)
             self._after(optimizer)
         return result
+
+
+class _ScaledStep:
+    """The `step` of a scaler in a session; a copy of the scaler has its plain one."""
+
+    def __init__(self, call: Callable[..., Any], scaler: torch.amp.GradScaler) -> None:
+        self.call, self._scaler = call, weakref.ref(scaler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        scaler = self._scaler()
+        assert scaler is not None
+        return partial, (type(scaler).step, scaler)
+
+
+def held_by(optimizer: Optimizer, given: Sequence[Optimizer] = ()) -> list[Optimizer]:
+    """Return the optimizers that one holds as attributes and that train only its parameters."""
+    own = {id(p) for p in parameters_of(optimizer)}
+    return [
+        held
+        for held in vars(optimizer).values()
+        if isinstance(held, Optimizer)
+        and held not in given
+        and {id(p) for p in parameters_of(held)} <= own
+    ]
 
 
 def _calls_of_step(optimizer: Optimizer) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import TensorSpec, local, parameters_of
+from gossipgrad.engine._step_hooks import held_by
 from gossipgrad.errors import GossipError
 
 __all__ = [
@@ -128,6 +129,12 @@ def state_entries(
                     is_square = key.partition(".")[0] in NON_NEGATIVE
                     entries.append(Entry(spec, parameter, read, non_negative=is_square))
             continue
+        if held := held_by(optimizer):
+            raise GossipError(
+                f"{type(optimizer).__name__} holds another optimizer ({type(held[0]).__name__}), "
+                "and what state it keeps cannot be found without a step of that one: use "
+                "payload='weights', which leaves state alone, or give the inner optimizer"
+            )
         for parameter, key, dtype in _kept(optimizer):
             if id(parameter) in names and travels(key):
                 name = f"{names[id(parameter)]}: {key}"

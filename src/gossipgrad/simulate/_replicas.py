@@ -9,6 +9,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from gossipgrad.comm import statistics
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batching = Literal["vmap", "loop"]
 Batches = Shaped[Tensor, "rank batch ..."]
@@ -71,14 +73,15 @@ class Replicas:
     def build_model(self, row: int | None) -> nn.Module:
         """A new model with the weights and buffers of one replica, or for None the mean of all.
 
-        The mean over ranks is taken of floating buffers, too; others are rank 0's.
+        The mean over ranks is taken of running statistics, too; other buffers are rank 0's.
         """
         model = copy.deepcopy(self._model)
+        averaged = self.parameters.keys() | statistics(model).keys()
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, stacked in (self.parameters | self.buffers).items():
             if row is not None:
                 value = stacked.detach()[row if len(stacked) > 1 else 0]
-            elif stacked.is_floating_point():
+            elif name in averaged:
                 value = mean_of(stacked.detach())
             else:
                 value = stacked[0]

@@ -92,6 +92,8 @@ class SparseSession(Session):
 
         A collective; changes nothing. It is 0 unless weights were written on one rank alone.
         """
+        if self._in_consensus:
+            return super().consensus_distance()
         self._check_ready("consensus_distance")
         mean = self.group.mean_
         wide = (parameter.detach().double().cpu() for parameter in self.replica.model.parameters())

@@ -116,7 +116,7 @@ def consensus_evaluation(
             return Evaluation(
                 accuracy=mean_of(total),
                 is_consensus=True,
-                consensus_distance=session.stats().consensus_distance,
+                consensus_distance=session.consensus_distance(),
                 final=last,
                 weights=model_tensors(model) if last else {},
             )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossipgrad.checkpoint import model_tensors
-from gossipgrad.comm import distance_to_mean, mean_buffers
+from gossipgrad.comm import distance_to_mean, mean_inside, statistics
 from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
 from ._stopping import LockstepStop, explain
@@ -96,7 +96,7 @@ class Lockstep(RunningStrategy):
     def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
         """Evaluate the replica, shared out over the ranks."""
         try:
-            with mean_buffers(self._replica, self._mean):
+            with mean_inside(statistics(self._replica).values(), self._mean):
                 total = test.sum_share(self._replica)
                 dist.all_reduce(total)
                 return Evaluation(
