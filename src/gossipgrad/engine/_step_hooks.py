@@ -91,7 +91,8 @@ class StepHooks:
             if isinstance(step, _ScaledStep) and step.call == self._scaled_step:
                 del self._scaler.__dict__["step"]
 
-    @torch.compiler.disable  # a compiled step() would trace through the whole exchange
+    # A compiled step() would trace through the whole exchange. As in torch.optim: imports it late.
+    @torch._disable_dynamo
     def _on_pre(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -113,7 +114,7 @@ class StepHooks:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _on_post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         holder = self._holders.get(optimizer, optimizer)
         if holder is not optimizer and not self._depth.get(optimizer):
