@@ -129,9 +129,9 @@ FAMILIES = {
     "sparse": Family(
         "sparse_time_to_accuracy",
         {
-            "omgs": ("omgs", 1.0),
-            "omgs, a quarter more epochs": ("omgs", 1.25),
-            "omgs, half more epochs": ("omgs", 1.5),
+            "omgs": ("sparse", 1.0),
+            "omgs, a quarter more epochs": ("sparse", 1.25),
+            "omgs, half more epochs": ("sparse", 1.5),
         },
         0.005,
         tuple(

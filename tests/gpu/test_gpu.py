@@ -234,8 +234,7 @@ def test_muon_learns_with_steps_in_bfloat16():
     ("strategy", "nproc"),
     [
         ("gossip", "2"),
-        ("omgs", "2"),
-        ("lags", "2"),
+        ("sparse", "2"),
         ("suda", "2"),
         ("allreduce", "1"),
         ("allreduce", "2"),

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
-from gossipgrad.train import PostLocalConfig
 from gossipgrad.train._evaluate import TestPart
 from support.jobs import job_on
 from support.strategies import start
@@ -57,13 +56,7 @@ def statistics(rank: int, store: object, names: tuple[str, ...]) -> dict[str, tu
         norm: Any = model[0]
         norm.momentum = 0.5
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        strategy = start(
-            rank,
-            name,
-            model,
-            optimizer,
-            options={"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
-        )
+        strategy = start(rank, name, model, optimizer)
         for _ in range(STEPS):
             strategy.begin_step()
             x = 10.0 * (rank + 1) + torch.tensor([[-1.0], [0.0], [1.0]])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gossipgrad.train import AllReduceConfig, GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train import AllReduceConfig, GossipConfig, SparseConfig, TrainConfig
 from gossipgrad.train._check import check
 
 VERSIONS = {"python": "3"}
@@ -23,7 +23,7 @@ def test_file_gives_back_the_run_without_its_folder(tmp_path):
         data_dir=tmp_path / "data",
         options={
             "gossip": GossipConfig(topology="matching", every=3, average_every="log_p"),
-            "post_local": PostLocalConfig(post_local_after=0.25, local_steps=3),
+            "sparse": SparseConfig(plan="single", density=0.25, density_warmup_steps=3),
         },
     )
     config.write(tmp_path / "config.json", VERSIONS)
@@ -78,10 +78,10 @@ def test_refuses_numbers_out_of_range(options, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, ag"),
+        ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, sp"),
         ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, stale"),
         ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
-        ('{"post_local": {"post_local_after": 2}}', "post_local_after is 2.0, but must be a share"),
+        ('{"sparse": {"plan": "best"}}', "plan is 'best', but must be one of optimal, greedy"),
         ('{"epoch": 3}', "option 'epoch' is not known to TrainConfig"),
         ('{"epochs": "3"}', "epochs is '3', but must be a whole number; leave out the quotes"),
         ('{"epochs": 2.5}', "epochs is 2.5, but must be a whole number, such as 20"),
@@ -132,8 +132,8 @@ def test_refuses_what_an_option_of_a_strategy_does_not_take():
         GossipConfig(average_every=2.5)
     with pytest.raises(ValueError, match="average_every is 'foo', but must be a whole number or l"):
         GossipConfig(average_every="foo")
-    with pytest.raises(ValueError, match=r"local_steps is 2\.5, but must be a whole number"):
-        PostLocalConfig(local_steps=2.5)
+    with pytest.raises(ValueError, match=r"density_warmup_steps is 2\.5, but must be a whole num"):
+        SparseConfig(density_warmup_steps=2.5)
     assert TrainConfig(lr=1, momentum=0).lr == 1
 
 
@@ -151,7 +151,7 @@ def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
             "gossip": GossipConfig(
                 every=np.int64(2), average_every=np.int64(4), deadline_seconds=3
             ),
-            "post_local": PostLocalConfig(local_steps=np.int64(3)),
+            "sparse": SparseConfig(density_warmup_steps=np.int64(3)),
         },
     )
     assert (config.out, config.data_dir) == (Path("runs/x"), Path("sets"))
@@ -183,7 +183,10 @@ def test_missing_file_names_the_way_out(tmp_path):
     [
         ({"strategy": "local", "options": {"gossip": {"every": 4}}}, "every=4 .*strategy is local"),
         ({"optimizer": "adamw", "momentum": 0.5}, "momentum=0.5 is not used: optimizer is adamw"),
-        ({"strategy": "wfbp", "options": {"sparse": {"density": 0.02}}}, "density=0.02 is not us"),
+        (
+            {"strategy": "sparse", "options": {"sparse": {"plan": "wfbp", "density": 0.02}}},
+            "density=0.02 is not us",
+        ),
         ({"strategy": "local", "lr_rule": "sqrt"}, "lr_rule=sqrt is not used: strategy is local"),
         ({"lr_step_epochs": 3}, "lr_step_epochs=3 is not used: lr_schedule is cosine"),
         ({"momentum": 0.0, "options": {"gossip": {"payload": "weights+state"}}}, "payload=weights"),
@@ -199,8 +202,7 @@ def test_warns_of_options_without_effect(options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "omgs", "options": {"sparse": {"density": 0.02}}},
-        {"strategy": "post-local-sgd", "options": {"post_local": {"local_steps": 3}}},
+        {"strategy": "sparse", "options": {"sparse": {"density": 0.02}}},
         {"options": {"gossip": {"every": 4, "payload": "weights+state"}}},
         {"lr_schedule": "step", "lr_step_epochs": 3, "lr_gamma": 0.5, "lr_rule": "sqrt"},
     ],
@@ -245,5 +247,5 @@ def test_what_is_compressed_is_checked_before_a_worker_starts():
 def test_config_json_names_what_is_not_used(tmp_path):
     resolved(tmp_path, strategy="local").write(tmp_path / "config.json", VERSIONS)
     unused = json.loads((tmp_path / "config.json").read_text())["unused"]
-    assert {"lr_rule", "gossip.every", "post_local.local_steps"} <= {*unused}
+    assert {"lr_rule", "gossip.every", "sparse.density"} <= {*unused}
     assert not {"lr", "momentum", "batch_size"} & {*unused}

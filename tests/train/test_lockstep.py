@@ -6,8 +6,7 @@ from support.processes import one_by_one, run_processes
 
 @pytest.mark.process
 def test_each_rank_trains_with_statistics_of_its_own_samples_and_exports_their_mean():
-    names = "allreduce", "agd", "every-log-p", "post-local-sgd", "local"
-    kept = "allreduce", "agd"
+    names, kept = ("allreduce", "sparse", "local"), ("allreduce", "sparse")
     calls = [(evaluated, name) for name in kept], [(statistics, names), (started, kept)]
     begun = []
     for rank, found in enumerate(run_processes(2, one_by_one, *calls[0], *calls[1])):
@@ -24,7 +23,7 @@ def test_each_rank_trains_with_statistics_of_its_own_samples_and_exports_their_m
 
 @pytest.mark.process
 def test_all_stop_before_the_same_step_though_one_alone_has_the_signal():
-    names = {"allreduce": 2, "agd": 0, "every-log-p": 1}
+    names = {"allreduce": 2, "sparse": 0}
     calls = [(stopped, name, first) for name, first in names.items()]
     for first, *others in zip(*run_processes(3, one_by_one, *calls), strict=True):
         steps, is_consensus, _ = first

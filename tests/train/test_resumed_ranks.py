@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gossipgrad import checkpoint, data
-from gossipgrad.train import GossipConfig, PostLocalConfig, build_model, config_of_run
+from gossipgrad.train import GossipConfig, build_model, config_of_run
 from gossipgrad.train._checkpoints import begin_from_consensus
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._optimizers import make_optimizers
@@ -22,27 +22,13 @@ EXACT = {
     "sync": {"options": {"gossip": GossipConfig(mode="sync", every=2)}},
     "overlap-matching": {"options": {"gossip": GossipConfig(topology="matching")}},
     "allreduce": {"strategy": "allreduce"},
-    "agd": {"strategy": "agd"},
-    "every-log-p": {"strategy": "every-log-p"},
-    "post-local": {
-        "strategy": "post-local-sgd",
-        "options": {"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
-    },
 }
 ACTS = [
     *(Act(name=name, options=options) for name, options in EXACT.items()),
-    *(
-        Act(name=f"{name}-again", resumes=name, options={"resume_step": 3})
-        for name in EXACT
-        if name not in ("every-log-p", "post-local")  # stopped below
-    ),
+    *(Act(name=f"{name}-again", resumes=name, options={"resume_step": 3}) for name in EXACT),
     Act(name="overlap", options={"lr_rule": "linear"}),
     Act(name="overlap-stopped", options={"lr_rule": "linear"}, stops=(3, 0, 1)),
     Act(name="overlap-on", resumes="overlap-stopped"),
-    Act(name="every-log-p-stopped", options=EXACT["every-log-p"], stops=(5, 6, 2)),
-    Act(name="every-log-p-on", resumes="every-log-p-stopped"),
-    Act(name="post-local-stopped", options=EXACT["post-local"], stops=(4, 3, 4)),
-    Act(name="post-local-on", resumes="post-local-stopped"),
     Act(name="overlap-over", resumes="overlap"),
     Act(name="two", resumes="overlap", options={"resume_step": 3}, world_size=2),
     Act(name="local", options={"strategy": "local"}),
@@ -62,8 +48,6 @@ CUT_SHORT = [
         if act.name.endswith("-again") and act.name != "stale-again"
     ),
     ("overlap-on", "overlap"),
-    ("every-log-p-on", "every-log-p"),
-    ("post-local-on", "post-local"),
     ("overlap-over", "overlap"),
 ]
 
@@ -92,7 +76,7 @@ def test_a_run_that_was_cut_short_comes_to_what_it_would_have_bit_for_bit(played
     assert_same_runs(played[0] / again, played[0] / whole, RANKS)
 
 
-@pytest.mark.parametrize("name", ["overlap", "every-log-p", "post-local"])
+@pytest.mark.parametrize("name", ["overlap"])
 def test_ranks_that_are_told_one_by_one_stop_after_as_many_steps(played, name):
     results = [one["result"] for one in came_to(played, f"{name}-stopped")]
     (steps,) = {result["steps"] for result in results}

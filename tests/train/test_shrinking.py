@@ -38,7 +38,6 @@ def test_a_run_ends_with_a_narrower_model(tmp_path, strategy):
     [
         {"apoptosis": 2.0},
         {"strategy": "suda", "optimizer": "muon"},
-        {"strategy": "post-local-sgd"},
         {"checkpoint_every": 5},
         {"optimizer": "soap"},
     ],

@@ -15,19 +15,19 @@ pytestmark = pytest.mark.process
 
 def resume_sparse(rank, store):
     """The weights after all steps, without a break and with one after half of them."""
-    options = {"options": {"sparse": SparseConfig(density=0.1)}}
+    options = {"options": {"sparse": SparseConfig(plan="layerwise", density=0.1)}}
     found = []
     for broken in (False, True):
         model = network()
         optimizer = sgd(model)
-        strategy = start(rank, "lags", model, optimizer, **options)
+        strategy = start(rank, "sparse", model, optimizer, **options)
         for step in range(STEPS):
             if broken and step == STEPS // 2:
                 state, place = replica_state(model, [optimizer]), strategy.state_dict()
                 strategy.close()
                 model = network(1)
                 optimizer = sgd(model)
-                strategy = start(rank, "lags", model, optimizer, **options)
+                strategy = start(rank, "sparse", model, optimizer, **options)
                 strategy.load_state_dict(place)
                 load_replica(model, [optimizer], state)
                 assert strategy.traffic().bytes_sent > 0
@@ -49,10 +49,10 @@ def warm_up(rank, store):
     """The densities of all steps, with and without a warm-up."""
     found = []
     for stage_steps in (None, 0, 3):
-        sparse = SparseConfig(density=0.001, density_warmup_steps=stage_steps)
+        sparse = SparseConfig(plan="single", density=0.001, density_warmup_steps=stage_steps)
         model = network()
         optimizer = sgd(model)
-        strategy = start(rank, "topk", model, optimizer, epochs=1, options={"sparse": sparse})
+        strategy = start(rank, "sparse", model, optimizer, epochs=1, options={"sparse": sparse})
         densities = []
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
@@ -77,9 +77,9 @@ def corrected(rank, store):
     for correction, momentum in ((True, 0.9), (False, 0.9), (True, 0.0)):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        sparse = SparseConfig(density=0.1, momentum_correction=correction)
+        sparse = SparseConfig(plan="single", density=0.1, momentum_correction=correction)
         strategy = start(
-            rank, "topk", model, optimizer, momentum=momentum, options={"sparse": sparse}
+            rank, "sparse", model, optimizer, momentum=momentum, options={"sparse": sparse}
         )
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
@@ -111,7 +111,7 @@ def alone_with_momentum(rank, store):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)  # as two ranks saved it
     strategy = start(
         rank,
-        "omgs",
+        "sparse",
         model,
         optimizer,
         options={"sparse": SparseConfig(momentum_correction=True)},
@@ -129,6 +129,6 @@ def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
 def test_a_correction_of_no_momentum_warns():
     for options in ({"momentum": 0.0}, {"optimizer": "adamw"}):
         sparse = SparseConfig(momentum_correction=True)
-        config = TrainConfig(strategy="omgs", options={"sparse": sparse}, **options)
+        config = TrainConfig(strategy="sparse", options={"sparse": sparse}, **options)
         with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
             config.warn_of_unused()

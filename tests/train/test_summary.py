@@ -111,8 +111,6 @@ def test_interrupted_only_if_a_rank_stopped_before_its_end():
 def test_all_reduce_says_that_its_bytes_are_computed():
     summary = composed([result(0)], strategy="allreduce")
     assert summary["bytes_sent_are"].startswith("computed: ring all-reduce")
-    summary = composed([result(0)], strategy="post-local-sgd")
-    assert summary["bytes_sent_are"].endswith("then 2 (p - 1) / p of what is averaged")
 
 
 def test_no_step_is_no_figure():

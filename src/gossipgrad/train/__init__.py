@@ -26,7 +26,6 @@ from ._world import slurm_rendezvous as slurm_rendezvous
 from .strategies import STRATEGIES as STRATEGIES
 from .strategies import AllReduceConfig as AllReduceConfig
 from .strategies import GossipConfig as GossipConfig
-from .strategies import PostLocalConfig as PostLocalConfig
 from .strategies import SparseConfig as SparseConfig
 from .strategies import options_by_section as options_by_section
 from .strategies import sections_of as sections_of

@@ -6,13 +6,10 @@ from typing import Any
 from gossipgrad.train._options import from_plain
 from gossipgrad.train._second_order import SECOND_ORDER, SecondOrderConfig
 
-from ._agd import Agd
 from ._all_reduce import AllReduceStrategy
-from ._averaged import EveryLogP
 from ._gossip import GossipStrategy
 from ._local import LocalStrategy
-from ._post_local import PostLocalStrategy
-from ._sparse import SPARSE_STRATEGIES
+from ._sparse import SparseStrategy
 from ._strategy import Strategy
 from ._suda import SudaStrategy
 
@@ -21,12 +18,9 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (
         GossipStrategy(),
         AllReduceStrategy(),
-        Agd(),
-        EveryLogP(),
-        LocalStrategy(),
-        PostLocalStrategy(),
-        *SPARSE_STRATEGIES,
+        SparseStrategy(),
         SudaStrategy(),
+        LocalStrategy(),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Merged gradient sparsification, as strategies of the loop."""
+"""Merged gradient sparsification, as a strategy of the loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +13,27 @@ from gossipgrad.sparsification import Warmup
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
-from ._all_reduce import ALL_REDUCED
 from ._lockstep import Lockstep
 from ._strategy import Replica, Setting, Strategy, Traffic, all_ranks
 
 _STAGES = Warmup(steps=1).densities
+# What each group of a plan may be sent as.
+_METHODS = {
+    **dict.fromkeys(("optimal", "greedy"), ("sparse", "dense")),
+    **dict.fromkeys(("single", "layerwise"), ("sparse",)),
+    **dict.fromkeys(("wfbp", "mg-wfbp"), ("dense",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseConfig:
-    """What is sent of gradients; used by `strategy` omgs, topk and lags alone."""
+    """How gradients are merged and what is sent of them; used by `strategy` sparse alone."""
 
+    plan: Literal["optimal", "greedy", "mg-wfbp", "wfbp", "single", "layerwise"] = "optimal"
+    """How gradients are merged into messages. optimal: by what the run measures, sparse or dense
+    each; greedy: by the published rule, sparse or dense each. Sparse: layerwise (each tensor
+    alone), single (all in one). Dense: wfbp (each tensor alone), mg-wfbp (by the published
+    rule)."""
     density: float = 0.01
     """Share of the coordinates of a gradient that is sent; the rest is carried over."""
     density_warmup_steps: int | None = None
@@ -59,7 +69,7 @@ def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int
 
 
 class Sparse(Lockstep):
-    """A session of `gg.sparsify`: OMGS-SGD, and what it is compared with.
+    """A session of `gg.sparsify`.
 
     Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
     A checkpoint holds what each rank carries over; another number of ranks begins with nothing.
@@ -67,21 +77,12 @@ class Sparse(Lockstep):
     Args:
         replica: What this rank trains.
         setting: The ranks, and the run.
-        options: What is sent.
-        plan: How gradients are merged.
-        methods: What the plan chooses among for each group.
+        options: How gradients are merged, and what is sent.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        setting: Setting,
-        options: SparseConfig,
-        *,
-        plan: str,
-        methods: tuple[str, ...],
-    ) -> None:
+    def __init__(self, replica: Replica, setting: Setting, options: SparseConfig) -> None:
         super().__init__(replica.model, replica.stop)
+        methods = _METHODS[options.plan]
         if "sparse" in methods:
             self.against_divergence = "lower --lr, or give more --density-warmup-steps"
         density: float | Warmup = options.density
@@ -102,7 +103,7 @@ class Sparse(Lockstep):
             replica.model,
             replica.optimizers,
             density=density,
-            plan=plan,
+            plan=options.plan,
             select=options.select,
             methods=methods,
             value_dtype=None if dtype is None else getattr(torch, dtype),
@@ -163,50 +164,28 @@ class Sparse(Lockstep):
 
 
 class SparseStrategy(Strategy):
-    """Gradients merged by a plan, and sent sparse or dense.
+    """Gradients merged by a plan, and sent sparse or dense."""
 
-    Args:
-        name: Of the strategy.
-        what: It does.
-        plan: How gradients are merged.
-        methods: What the plan chooses among for each group.
-    """
-
+    name = "sparse"
+    help = (
+        "sparse gradients, merged by the plan that is optimal by what the run measures (OMGS-SGD)"
+    )
+    bytes_are = "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
     section = "sparse"
-
-    def __init__(self, name: str, what: str, plan: str, *methods: str) -> None:
-        self.name, self.help = name, what
-        self._plan, self._methods = plan, methods
-        self.bytes_are = ALL_REDUCED
-        if "sparse" in methods:
-            self.options_type = SparseConfig
-            self.bytes_are = (
-                "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
-            )
+    options_type = SparseConfig
 
     def unused(self, options: SparseConfig, setting: Setting) -> dict[str, str]:
-        """What only momentum needs."""
+        """What only momentum needs, and what dense messages have no use for."""
         found = {}
         if setting.optimizer != "sgd" or not setting.momentum:
             found["momentum_correction"] = (
                 f"optimizer is {setting.optimizer}, and momentum is {setting.momentum}"
             )
+        if "sparse" not in _METHODS[options.plan]:
+            names = ("density", "density_warmup_steps", "select", "momentum_correction")
+            found |= dict.fromkeys((*names, "value_dtype"), f"plan {options.plan} sends dense")
         return found
 
-    def build(self, replica: Replica, setting: Setting, options: SparseConfig | None) -> Sparse:
+    def build(self, replica: Replica, setting: Setting, options: SparseConfig) -> Sparse:
         """Begin a session."""
-        options = options or SparseConfig()  # those of sparse messages; the others use none of them
-        return Sparse(replica, setting, options, plan=self._plan, methods=self._methods)
-
-
-SPARSE_STRATEGIES = (
-    SparseStrategy(
-        "omgs",
-        "sparse gradients, merged by the plan that is optimal by what the run measures",
-        *("optimal", "sparse", "dense"),
-    ),
-    SparseStrategy("wfbp", "dense gradients, each tensor alone", "wfbp", "dense"),
-    SparseStrategy("mg-wfbp", "dense gradients, merged by the published rule", "mg-wfbp", "dense"),
-    SparseStrategy("topk", "sparse gradients, all in one message", "single", "sparse"),
-    SparseStrategy("lags", "sparse gradients, each tensor alone", "layerwise", "sparse"),
-)
+        return Sparse(replica, setting, options)

@@ -51,17 +51,6 @@ class LockstepStop:
         return False
 
 
-def is_asked_of_any(stop: threading.Event) -> bool:
-    """Whether any rank has the signal to stop; a collective of the process group.
-
-    Raises:
-        RuntimeError: A rank is gone.
-    """
-    votes = torch.tensor([float(stop.is_set())])
-    dist.all_reduce(votes)
-    return bool(votes.item())
-
-
 # How long a rank that has the signal waits for the others to have it.
 _GRACE_SECONDS = 5.0
 _STORE_SECONDS = 5.0
