@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gossipgrad.train import TrainConfig, run
+from gossipgrad.train import TrainConfig, _start, run
 from gossipgrad.train.strategies import _stopping
-from support.waiting import NEVER_SECONDS, until
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 __all__ = ["refused", "stopped_by_signal", "waits_alone"]
 
@@ -20,6 +20,7 @@ def refused(rank: int, store: Any, port: int, out: str) -> str:
     """Takes part in a run that rank 0, which hosts the store, refuses; how this rank ends."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _start._SEEN_SECONDS = HANG_SECONDS  # however late the others come
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             outcome = run(TrainConfig(model="lenet", out=Path(out)))
