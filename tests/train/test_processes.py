@@ -291,7 +291,7 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path):
                 options={"gossip": GossipConfig(topology="hypercube")},
             )
         )
-    with pytest.raises(ValueError, match="use model 'mlp'"):
+    with pytest.raises(ValueError, match="use --model mlp"):
         run(config(tmp_path / "b", model="lenet"))
     with pytest.raises(ValueError, match="faults name rank 3, but there are ranks 0 to 2 alone"):
         run(
