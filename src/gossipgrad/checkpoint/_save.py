@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -205,7 +204,9 @@ def write_whole(path: Path, write: Callable[[Any], object]) -> tuple[int, str]:
                 write(hashing)
             except RuntimeError:
                 # torch.save hides why it could not write behind a message about positions.
-                raise hashing.error or sys.exception() from None
+                if hashing.error is not None:
+                    raise hashing.error from None
+                raise
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -32,7 +32,7 @@ class RingReference:
         >>> ring = RingReference([[0, 1], [2, 3]], batch_size=2, seed=0)
         >>> first, second = ring.step(), ring.step()
         >>> [sorted(rows) for rows in (*first, *second)]
-        [[0, 1], [2, 3], [0, 2], [1, 3]]
+        [[0, 1], [2, 3], [1, 3], [0, 2]]
     """
 
     def __init__(self, shards: Sequence[Sequence[int]], *, batch_size: int, seed: int) -> None:
