@@ -2,7 +2,7 @@
 
 `digests.json` holds a digest of the weights of every rank for each run of `RUNS`, made by the code
 of the day it was written. A difference is a change of what users train. If one is meant, say why
-in CHANGELOG.md and write the file anew, on a machine that it was made for:
+in the commit message and write the file anew, on a machine that it was made for:
 
     GOSSIPGRAD_WRITE_PINS=1 python -m pytest tests/pins
 
