@@ -11,7 +11,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Faults, FaultyTransport, Transport, ZeroMQTransport
-from gossipgrad.trace import Trace
+from gossipgrad.report import Trace
 
 WORLD_SIZE = 2
 STEPS = 40

@@ -23,7 +23,7 @@ FLOORS = (
     ("comm", "compression"),
     ("engine",),
     ("decentralized", "sparsification", "apoptosis", "muon", "second_order"),
-    ("trace", "simulate", "checkpoint", "data"),
+    ("report", "simulate", "checkpoint", "data"),
     ("_lazy",),
     ("__init__",),  # `import gossipgrad`: whatever is above uses the library as users do
     ("launch",),

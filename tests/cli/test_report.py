@@ -67,14 +67,14 @@ def test_without_a_browser_the_page_is_named(write_run, monkeypatch, capsys):
 
 
 def test_a_run_is_served_until_ctrl_c(write_run, monkeypatch, capsys):
-    """Test of the server itself: tests/trace/test_serving.py."""
+    """Test of the server itself: tests/report/test_serving.py."""
     run, seen = write_run("run"), []
 
     def serve(server):
         seen.append(server.run_dir)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gossipgrad.trace.ReportServer.serve_forever", serve)
+    monkeypatch.setattr("gossipgrad.report.ReportServer.serve_forever", serve)
     assert cli.main(["report", run, "--serve"]) == 0
     assert [str(folder) for folder in seen] == [run]
     assert capsys.readouterr().out.startswith("http://127.0.0.1:")

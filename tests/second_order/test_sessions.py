@@ -8,7 +8,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub, load_replica, replica_state
-from gossipgrad.trace import Trace
+from gossipgrad.report import Trace
 from support.ranks import run_ranks
 
 KINDS = [gg.SOAP, gg.KLShampoo, gg.Shampoo]

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore, Membership
-from gossipgrad.trace import write_report
+from gossipgrad.report import write_report
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._ending import clean_up
 from gossipgrad.train._layout import RunDir

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipgrad import data
-from gossipgrad.trace import write_report
+from gossipgrad.report import write_report
 from gossipgrad.train import Outcome, TrainConfig, build_model, find_world, run
 
 # Says that the runs beside it are of a demo, and may be replaced.

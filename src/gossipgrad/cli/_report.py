@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from gossipgrad.trace import ReportServer, write_report
+from gossipgrad.report import ReportServer, write_report
 
 from ._output import parse
 

@@ -1,4 +1,4 @@
-"""The interface of a recorder of spans; `gossipgrad.trace` has the one that writes a trace."""
+"""The interface of a recorder of spans; `gossipgrad.report` has the one that writes a trace."""
 
 from typing import Protocol, runtime_checkable
 

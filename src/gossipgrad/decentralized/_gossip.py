@@ -143,7 +143,7 @@ def gossip(
         encrypt: Encrypt the links (not collectives, nor the rendezvous), with the secret in the
             file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs processor time. None:
             if a file is named.
-        recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
+        recorder: Gets spans of time, for example a `gossipgrad.report.Trace`.
         heartbeats: How ranks detect lost ranks and continue with the living ones; None: all ranks
             stay members, and after a death no average of all is possible.
         start_timeout_seconds: How long this call waits for the other ranks; the error names missing

@@ -227,7 +227,7 @@ class SecondOrder(MatrixOptimizer):
 
     @property
     def recorder(self) -> Recorder | None:
-        """A recorder of a span for each root, such as a `gossipgrad.trace.Trace`."""
+        """A recorder of a span for each root, such as a `gossipgrad.report.Trace`."""
         return self.__dict__.get("_recorder")
 
     @recorder.setter

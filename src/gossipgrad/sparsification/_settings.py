@@ -120,7 +120,7 @@ def check_listeners(scaler: object, recorder: object) -> None:
     if not isinstance(recorder, Recorder | None):
         raise ValueError(
             "recorder must have a method span(name, start_seconds, end_seconds, **attributes), as "
-            f"gossipgrad.trace.Trace has, or be None, got {recorder!r}"
+            f"gossipgrad.report.Trace has, or be None, got {recorder!r}"
         )
 
 

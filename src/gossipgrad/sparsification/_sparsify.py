@@ -109,7 +109,7 @@ def sparsify(
             owns a `gg.Group` passed here, and closes it.
         mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`.
         **removed: Arguments of earlier versions, each with an error that says what to use instead.
-        recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
+        recorder: Gets spans of time, for example a `gossipgrad.report.Trace`.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-from gossipgrad.trace import Trace
+from gossipgrad.report import Trace
 
 # Links are made and caches filled in the first steps, which are no picture of the others.
 _WARM_UP_STEPS = 5

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gossipgrad.trace import merge_traces, write_report
+from gossipgrad.report import merge_traces, write_report
 
 from ._config import TrainConfig
 from ._files import write_whole

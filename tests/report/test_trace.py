@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipgrad.trace import Trace, merge_traces
+from gossipgrad.report import Trace, merge_traces
 
 
 def saved_lines(trace: Trace, path: Path) -> list[dict]:

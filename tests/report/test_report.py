@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gossipgrad.trace import write_report
+from gossipgrad.report import write_report
 from support.html_page import Page
 
 

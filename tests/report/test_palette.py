@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-CSS = resources.files("gossipgrad.trace").joinpath("page", "report.css").read_text()
+CSS = resources.files("gossipgrad.report").joinpath("page", "report.css").read_text()
 PAIRS = dict(re.findall(r"--([\w-]+): light-dark\((#\w{6}, #\w{6})\);", CSS))
 THEMES = ("light", "dark")
 # Linear RGB as seen without one kind of cone (Machado, Oliveira and Fernandes 2009, severity 1).
@@ -100,7 +100,7 @@ def test_lines_of_runs_differ_in_their_dashes_too():
 
 
 def test_a_span_that_the_page_knows_has_a_colour_of_its_own():
-    script = resources.files("gossipgrad.trace").joinpath("page", "timeline.js").read_text()
+    script = resources.files("gossipgrad.report").joinpath("page", "timeline.js").read_text()
     (known,) = re.findall(r"knownNames = new Set\(\[(.*?)\]\)", script, re.DOTALL)
     names = re.findall(r'"(\w+)"', known)
     assert "select" in names

@@ -88,7 +88,7 @@ def _payload_of(run: Run, drawing: Drawing) -> dict[str, Any]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("gossipgrad.trace").joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("gossipgrad.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _content_hash(text: str) -> str:

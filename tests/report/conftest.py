@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gossipgrad.report import Trace, merge_traces, write_report
 from gossipgrad.topology import Schedule, by_name
-from gossipgrad.trace import Trace, merge_traces, write_report
 from support.html_page import Page
 
 STEPS_PER_EPOCH = 10

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gossipgrad.trace import write_report
+from gossipgrad.report import write_report
 from support.html_page import Page
 
 

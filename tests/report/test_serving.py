@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gossipgrad.trace import ReportServer
+from gossipgrad.report import ReportServer
 
 
 @contextmanager
