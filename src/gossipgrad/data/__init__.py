@@ -1,4 +1,4 @@
-"""Data sets, and how their samples are dealt to the ranks."""
+"""Data sets, and how ranks share their samples."""
 
 from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo

@@ -1,16 +1,15 @@
-"""Batches of samples that are dealt again when ranks join or leave."""
+"""Batches of samples that are assigned again when ranks join or leave."""
 
 import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Int, Shaped
@@ -20,8 +19,8 @@ from gossipgrad._messages import first_line
 from gossipgrad.comm import AskedStore, Membership, StoreSilentError
 from gossipgrad.errors import EvictedError
 
+from ._assignment import Assignment, Runs, extend
 from ._dataset import Samples
-from ._deal import Deal, Runs, extend
 from ._shards import check_whole, epoch_order, made_ahead, num_batches
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _ORDERS = 2  # are kept: that of this epoch, and that of one which something was
 _REPORT_SECONDS = 0.5  # between two reports at most
 _CONNECT_SECONDS = 10.0  # at least, for the first answer: as long as a session waits as it begins
 _TRY_SECONDS = 0.05  # for an answer of a store that was silent before
-_FAREWELL_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 _REMEMBERED_EPOCHS = 2  # before the present one, of which dead ranks may have left something
 _NEWEST = "newest"
 
@@ -60,47 +59,31 @@ class ElasticStats:
 
     Attributes:
         samples: That this rank was given.
-        samples_dealt_anew: Of these, those of the share of another rank.
-        samples_used_twice_at_most: That may be trained on twice: of each dead rank whose batches
-            this one dealt anew, a chunk; and what this rank had begun of batches that it gave away.
-        samples_untold: That this rank was given while the store did not answer: another may have
-            been given them, too.
-        samples_left: Of the last epochs, if ranks came or went, what nobody is known to have
-            trained on; known after `close()`, best by the rank that closes last.
+        samples_of_other_shares: Of these, those of the share of another rank.
         disturbed_epochs: In which ranks came or went, or had come or gone before.
-        store_requests: Asked of the store, in the background.
-        exposed_seconds: Time that batches waited for the store.
     """
 
     samples: int = 0
-    samples_dealt_anew: int = 0
-    samples_used_twice_at_most: int = 0
-    samples_untold: int = 0
-    samples_left: int = 0
+    samples_of_other_shares: int = 0
     disturbed_epochs: int = 0
-    store_requests: int = 0
-    exposed_seconds: float = 0.0
 
 
 class ElasticBatches:
     """Batches of an epoch that all ranks share, also when ranks join or leave.
 
     For as long as those ranks live that began, they are those of `ShardedBatches`, bit for bit.
-    When a rank is lost, leaves or joins, the rest of the epoch is dealt again among the living
-    ranks, from the data set that each of them can read: over an epoch every sample that
-    `ShardedBatches` deals is given to a rank.
+    When a rank dies, leaves or joins, the rest of the epoch is assigned again among the living
+    ranks: each sample that `ShardedBatches` would give to a rank is given to a living one. What is
+    known to be left of an epoch only after its end is trained on in one of the next two.
 
-    The new deal follows from the generation of the membership and from what ranks have reported;
-    the first rank that makes it, in the rendezvous store, decides it for all, and nobody waits. A
-    rank reports what it has trained on in the background, at least every half chunk. Of a dead rank
-    at most one chunk is unknown, and used twice. A rank gives away the end of its part alone; what
-    it had trained on there before it heard is used twice as well (`samples_used_twice_at_most` has
-    both). What is known to be left of an epoch only after its end is trained on in the next, or in
-    the one after that.
+    Nobody waits for the dead: a new assignment follows from the membership and from what ranks
+    have reported in the background; the first rank that writes it to the rendezvous store decides
+    for all. Of a rank that dies up to a chunk of batches is unknown, and used twice. So is what
+    a rank had begun of batches that went to another one before it knew.
 
-    When the store does not answer, batches wait for it for `patience_seconds`, once; then ranks go
-    on with what they have been dealt, and new deals are made when it answers. What ranks that came
-    or went meanwhile had to do with may then be used twice, or not at all.
+    When the store does not answer, batches wait for it for `patience_seconds`, once; then ranks
+    continue with what they have, and assign again when it answers. If ranks came or went before
+    that, some samples may be used twice, or not at all.
 
     Ranks make unequal numbers of batches in an epoch once any came or went. Go
     through each epoch once, in rising order; rates should go by `position`.
@@ -123,34 +106,22 @@ class ElasticBatches:
         ValueError: A number is too small, or there are fewer samples than ranks.
 
     Example:
-        >>> import torch.distributed as dist
         >>> from types import SimpleNamespace
-        >>> from gossipgrad.comm import Membership
         >>> from gossipgrad.data import TensorSamples
-        >>> samples = TensorSamples(torch.arange(8.0), torch.arange(8))
-        >>> store, both = dist.HashStore(), Membership(generation=0, living=(0, 1))
-        >>> ranks = [SimpleNamespace(rank=rank, membership=both) for rank in range(2)]
-        >>> first, second = [
-        ...     ElasticBatches(
-        ...         samples=samples,
-        ...         batch_size=1,
-        ...         member=rank,
-        ...         store=store,
-        ...         world_size=2,
-        ...         seed=0,
-        ...         chunk_batches=1,
-        ...     )
-        ...     for rank in ranks
-        ... ]
-        >>> batches = second.epoch(0)
-        >>> next(batches)[1].tolist()
-        [4]
-        >>> ranks[0].membership = Membership(generation=1, living=(0,))  # the other one is lost
-        >>> sorted(y.item() for x, y in first.epoch(0))
+        >>> rank = SimpleNamespace(rank=0, membership=Membership(generation=1, living=(0,)))
+        >>> batches = ElasticBatches(
+        ...     samples=TensorSamples(torch.arange(8.0), torch.arange(8)),
+        ...     batch_size=1,
+        ...     member=rank,
+        ...     store=dist.HashStore(),
+        ...     world_size=2,
+        ...     seed=0,
+        ... )
+        >>> sorted(y.item() for x, y in batches.epoch(0))  # rank 1 is dead
         [0, 1, 2, 3, 4, 5, 6, 7]
-        >>> first.stats().samples_dealt_anew, first.stats().samples_used_twice_at_most
-        (4, 1)
-        >>> first.close()
+        >>> batches.stats().samples_of_other_shares
+        4
+        >>> batches.close()
     """
 
     def __init__(
@@ -191,12 +162,11 @@ class ElasticBatches:
         self._reporting = self._unreported = 0
         self._is_silent = self._closed = False
         self._epochs: dict[int, _Epoch] = {}
-        self._orders: dict[int, Int[np.ndarray, " sample"]] = {}
+        order = partial(epoch_order, len(samples), seed=seed)
+        self._order = lru_cache(_ORDERS)(lambda epoch: order(epoch=epoch))
         self._disturbed: set[int] = set()
         self._own = self._position = 0
-        self._samples = self._anew = self._repeated = self._untold = self._left = 0
-        self._requests = 0
-        self._exposed_seconds = 0.0
+        self._samples = self._others = 0
         self._epoch = -1
 
     def __len__(self) -> int:
@@ -238,7 +208,7 @@ class ElasticBatches:
         return now or epoch in self._disturbed
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch that this rank is dealt.
+        """The batches of an epoch that this rank is given.
 
         A batch counts as used when the next one is asked for, or the iterator is closed.
 
@@ -256,16 +226,11 @@ class ElasticBatches:
         return self._drawn(epoch, start_batch)
 
     def stats(self) -> ElasticStats:
-        """Deals so far and their cost; no communication."""
+        """What was given so far; no communication."""
         return ElasticStats(
             samples=self._samples,
-            samples_dealt_anew=self._anew,
-            samples_used_twice_at_most=self._repeated,
-            samples_untold=self._untold,
-            samples_left=self._left,
+            samples_of_other_shares=self._others,
             disturbed_epochs=len(self._disturbed),
-            store_requests=self._requests,
-            exposed_seconds=self._exposed_seconds,
         )
 
     def close(self) -> None:
@@ -275,15 +240,11 @@ class ElasticBatches:
         """
         if not self._closed and self._epochs:
             self._closed = True
-            leave = partial(self._leave, epochs=dict(self._epochs))
+            report = partial(self._set_report, text=self._report_text())
             try:
-                deals, left = self._asked.ask(leave, timeout_seconds=_FAREWELL_SECONDS)
-            except (RuntimeError, ValueError) as error:  # the store is silent, or not ours
+                self._asked.ask(report, timeout_seconds=_CLOSE_SECONDS)
+            except RuntimeError as error:  # the store is silent
                 logger.debug("rank %d could not report as it left: %s", self._rank, error)
-            else:
-                self._left = left
-                for epoch, deal in deals.items():  # it may not know the newest
-                    self._install(epoch, deal)
         self._asked.close()
 
     def _drawn(self, epoch: int, start_batch: int) -> Iterator[Batch]:
@@ -308,8 +269,8 @@ class ElasticBatches:
             self._position = max(self._position, (epoch + 1) * len(self))
         finally:
             state = self._epochs[epoch]
-            state.drawn.update(state.hand)  # who breaks an epoch off skips the rest
-            state.hand.clear()
+            state.drawn.update(state.ahead)  # who breaks an epoch off skips the rest
+            state.ahead.clear()
 
     def _begin(self, epoch: int, before: int) -> None:
         for past in [each for each in self._epochs if each < epoch - _REMEMBERED_EPOCHS]:
@@ -323,15 +284,14 @@ class ElasticBatches:
             self._unreported += before
 
     def _draw(self, epoch: int) -> "_Drawn | None":
-        """The next batch: of what this rank has been dealt of epochs before, then of this one."""
+        """The next batch: of what this rank has of epochs before, then of this one."""
         state = self._epochs[epoch]
         while True:
             self._exchange()
             for number, each in sorted(self._epochs.items()):
-                if number <= epoch and each.hand:
-                    drawn = _Drawn(number, each.hand.popleft())
+                if number <= epoch and each.ahead:
+                    drawn = _Drawn(number, each.ahead.popleft())
                     each.drawn.add(drawn.batch)
-                    self._untold += self._size([drawn.batch]) if self._is_silent else 0
                     return drawn
             if state.generation >= self._member.membership.generation:
                 return None
@@ -351,31 +311,28 @@ class ElasticBatches:
             self._send_report()
 
     def _exchange(self) -> None:
-        """Takes in the deals that were made, and asks for those that are due; does not wait.
+        """Takes the assignments that were made, and asks for those that are due; does not wait.
 
         Raises:
             EvictedError: This rank is none of the living.
-            ValueError: Somebody keeps something else under the same name in the store.
         """
         view = self._member.membership
         if self._rank not in view.living:
             raise EvictedError(
                 f"rank {self._rank} is none of the living ({', '.join(map(str, view.living))}) in "
-                f"generation {view.generation}: no samples are dealt to it"
+                f"generation {view.generation}: it gets no samples"
             )
         for epoch, state in sorted(self._epochs.items()):
             if state.question is not None and state.question.done():
                 question, state.question = state.question, None
                 try:
-                    deal, repeated = question.result()
+                    self._install(epoch, question.result())
                 except RuntimeError as error:  # the store's
-                    self._lose(f"is lost ({first_line(error)})")
+                    self._warn(f"is lost ({first_line(error)})")
                 else:
-                    self._hear()
-                    self._repeated += self._size(repeated)
-                    self._install(epoch, deal)
+                    self._answered()
             if state.question is None and state.generation < view.generation:
-                agree = partial(self._agree, epoch=epoch, base=state.deal or self._first())
+                agree = partial(self._agree, epoch=epoch, base=state.assignment or self._first())
                 state.question = self._asked.begin(partial(agree, view=view))
 
     def _send_report(self) -> None:
@@ -384,15 +341,14 @@ class ElasticBatches:
             report, self._report = self._report, None
             if (error := report.exception()) is None:
                 self._unreported -= self._reporting
-                self._hear()
+                self._answered()
             else:
-                self._lose(f"is lost ({first_line(error)})")
+                self._warn(f"is lost ({first_line(error)})")
         now = time.monotonic()
         is_due = now - self._report_seconds >= _REPORT_SECONDS and self._unreported
         if self._report is None and (is_due or self._unreported >= max(1, self._chunk // 2)):
             self._report_seconds, self._reporting = now, self._unreported
-            text = self._report_text(self._epochs)
-            self._report = self._asked.begin(partial(self._set_report, text=text))
+            self._report = self._asked.begin(partial(self._set_report, text=self._report_text()))
 
     def _wait(self, seconds: float) -> int | None:
         """Waits until all that was asked is answered; once in vain, not again until an answer.
@@ -400,65 +356,63 @@ class ElasticBatches:
         Returns:
             The newest epoch, -1 if there is none; None: the store has not answered.
         """
-        start = time.perf_counter()
         try:
             seconds = _TRY_SECONDS if self._is_silent else seconds
-            newest = self._asked.ask(self._newest, timeout_seconds=seconds)
+            newest = self._asked.ask(
+                lambda store: int(_change(store, _NEWEST, "", "") or -1), timeout_seconds=seconds
+            )
         except StoreSilentError:
-            self._lose(f"did not answer within {seconds:g} s")
+            self._warn(f"did not answer within {seconds:g} s")
         except RuntimeError as error:
-            self._lose(f"is lost ({first_line(error)})")
+            self._warn(f"is lost ({first_line(error)})")
         else:
-            self._hear()
+            self._answered()
             return newest
-        finally:
-            self._exposed_seconds += time.perf_counter() - start
         return None
 
-    def _hear(self) -> None:
+    def _answered(self) -> None:
         self._is_silent, self._limit_seconds = False, self._patience_seconds
 
-    def _lose(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         if not self._is_silent:
             self._is_silent = True
             logger.warning(
-                "rank %d: the rendezvous store %s; samples are dealt without it, and where ranks "
-                "come or go meanwhile, some may be used twice or not at all",
+                "rank %d: the rendezvous store %s; until it answers samples are not assigned "
+                "again, and if ranks come or go, some may be used twice or not at all",
                 self._rank,
                 why,
                 extra={"store_silent": why},
             )
 
-    def _install(self, epoch: int, deal: Deal) -> None:
-        """Takes the hand of a newer deal; what was drawn stays so."""
-        state = self._epochs[epoch]
-        if deal.generation <= state.generation:
+    def _install(self, epoch: int, assignment: Assignment) -> None:
+        """Takes a newer assignment; what was drawn stays so."""
+        state, batches = self._epochs[epoch], assignment.batches
+        if assignment.generation <= state.generation:
             return
-        if state.generation >= 0 and state.drawn:
-            others = {b for rank, hand in deal.hands.items() if rank != self._rank for b in hand}
-            self._repeated += self._size(state.drawn & others)
-        state.deal = deal
-        state.hand = deque(b for b in deal.hands.get(self._rank, ()) if b not in state.drawn)
-        state.size = len(state.hand)
-        left = sum(map(len, deal.hands.values()))
+        state.assignment = assignment
+        state.ahead = deque(b for b in batches.get(self._rank, ()) if b not in state.drawn)
+        state.size = len(state.ahead)
+        left = sum(map(len, batches.values()))
         state.done = 1 - left / (self.world_size * len(self))
-        if tuple(deal.hands) != tuple(range(self.world_size)):
+        if tuple(batches) != tuple(range(self.world_size)):
             self._disturbed.add(epoch)
 
-    def _first(self) -> Deal:
+    def _first(self) -> Assignment:
         view = self._member.membership
-        return Deal.first(view.generation, view.living, shares=self.world_size, batches=len(self))
+        return Assignment.first(
+            view.generation, view.living, shares=self.world_size, batches=len(self)
+        )
 
     def _count(self, drawn: "_Drawn", epoch: int, samples: int) -> None:
-        """Counts a batch that is handed out."""
+        """Counts a batch that is given out."""
         self._samples += samples
         if drawn.batch // len(self) != self._rank:
-            self._anew += samples
+            self._others += samples
         if drawn.epoch == epoch:
             self._own += 1
             state, done = self._epochs[epoch], self._own
             if epoch in self._disturbed and state.size:
-                drawn_share = (state.size - len(state.hand)) / state.size
+                drawn_share = (state.size - len(state.ahead)) / state.size
                 progress = state.done + (1 - state.done) * drawn_share
                 done = int(progress * len(self))
             self._position = max(self._position, epoch * len(self) + min(done, len(self)))
@@ -469,97 +423,43 @@ class ElasticBatches:
 
     def _indices(self, drawn: "_Drawn") -> Int[Tensor, " batch"]:
         """The samples of a batch, as `ShardedBatches` has them."""
-        if drawn.epoch not in self._orders:
-            while len(self._orders) >= _ORDERS:
-                self._orders.pop(next(iter(self._orders)))
-            order = epoch_order(len(self.samples), seed=self.seed, epoch=drawn.epoch)
-            self._orders[drawn.epoch] = order
         share, batch = divmod(drawn.batch, len(self))
-        start = batch * self.batch_size
-        stop = start + self._size([drawn.batch])
-        return torch.from_numpy(self._orders[drawn.epoch][share :: self.world_size][start:stop])
+        start, whole = batch * self.batch_size, len(self.samples) // self.world_size
+        stop = whole if batch == len(self) - 1 else start + self.batch_size
+        return torch.from_numpy(self._order(drawn.epoch)[share :: self.world_size][start:stop])
 
-    def _size(self, batches: Iterable[int]) -> int:
-        """Samples of batches; the last one of a share takes what is left of it."""
-        last = len(self) - 1
-        rest = len(self.samples) // self.world_size - last * self.batch_size
-        return sum(rest if batch % len(self) == last else self.batch_size for batch in batches)
+    def _report_text(self) -> str:
+        used = {str(epoch): state.used for epoch, state in sorted(self._epochs.items())}
+        return json.dumps(used, separators=(",", ":"))
 
     # What the thread of `_asked` does; it reads nothing that training changes.
 
     def _agree(
-        self, store: dist.Store, *, epoch: int, base: Deal, view: Membership
-    ) -> tuple[Deal, list[int]]:
-        """The deal of a generation, made here or by the rank that was first.
-
-        Returns:
-            The deal, and which batches dead ranks may have used, if it was made here.
-        """
-        key, text = f"deal/{epoch}", base.text()
-        if (found := self._change(store, key, "", text)) != text:
-            base, text = Deal.parse(found), found
-        repeated: list[int] = []
+        self, store: dist.Store, *, epoch: int, base: Assignment, view: Membership
+    ) -> Assignment:
+        """The assignment of a generation, made here or by the rank that was first."""
+        key, text = f"assignment/{epoch}", base.text()
+        if (found := _change(store, key, "", text)) != text:
+            base, text = Assignment.parse(found), found
         while base.generation < view.generation:
-            used, have_left = self._reports(store, epoch, base)
-            deal = base.next(
-                view.generation, view.living, used, least=2 * self._chunk, by=self._rank
-            )
-            mine = deal.text()
-            if (found := self._change(store, key, text, mine)) == mine:
-                rest = base.rest(used)
-                gone = {*base.hands} - {*view.living} - have_left
-                repeated = [batch for rank in gone for batch in rest[rank][: self._chunk]]
-                base = deal
-            else:
-                base = Deal.parse(found)
-            text = found
-        newest = self._change(store, _NEWEST, "", str(epoch))
+            reports = {rank: _change(store, f"used/{rank}", "", "") for rank in base.batches}
+            used = {rank: json.loads(each or "{}") for rank, each in reports.items()}
+            used = {rank: each.get(str(epoch), []) for rank, each in used.items()}
+            new = base.next(view.generation, view.living, used, least=2 * self._chunk)
+            text = _change(store, key, text, new.text())
+            base = Assignment.parse(text)
+        newest = _change(store, _NEWEST, "", str(epoch))
         while int(newest) < epoch:
-            newest = self._change(store, _NEWEST, newest, str(epoch))
-        return base, repeated
-
-    def _reports(
-        self, store: dist.Store, epoch: int, deal: Deal
-    ) -> tuple[dict[int, Runs], set[int]]:
-        """What the ranks of a deal have reported of its epoch, and who has left."""
-        texts = {rank: self._change(store, f"used/{rank}", "", "") for rank in deal.hands}
-        reports = {rank: json.loads(text or "{}") for rank, text in texts.items()}
-        used = {rank: report.get(str(epoch), []) for rank, report in reports.items()}
-        return used, {rank for rank, report in reports.items() if "left" in report}
-
-    def _report_text(self, epochs: "dict[int, _Epoch]", **more: bool) -> str:
-        used = {str(epoch): state.used for epoch, state in sorted(epochs.items())}
-        return json.dumps({**used, **more}, separators=(",", ":"))
+            newest = _change(store, _NEWEST, newest, str(epoch))
+        return base
 
     def _set_report(self, store: dist.Store, *, text: str) -> None:
-        self._requests += 1
         store.set(f"used/{self._rank}", text)
 
-    def _leave(
-        self, store: dist.Store, *, epochs: "dict[int, _Epoch]"
-    ) -> tuple[dict[int, Deal], int]:
-        """Send the last report; return the newest deals, and the samples that no rank has."""
-        self._set_report(store, text=self._report_text(epochs, left=True))
-        living, deals, left = {*self._member.membership.living}, {}, 0
-        for epoch, state in epochs.items():
-            text = self._change(store, f"deal/{epoch}", "", "")
-            deal = Deal.parse(text) if text else state.deal
-            if deal is None:
-                continue
-            deals[epoch] = deal
-            if self.is_disturbed(epoch) or {*deal.hands} != {*range(self.world_size)}:
-                used, have_left = self._reports(store, epoch, deal)
-                for rank, rest in deal.rest(used).items():
-                    left += self._size(rest) if rank not in living or rank in have_left else 0
-        return deals, left
 
-    def _newest(self, store: dist.Store) -> int:
-        return int(self._change(store, _NEWEST, "", "") or -1)
-
-    def _change(self, store: dist.Store, key: str, before: str, after: str) -> str:
-        """What the store has under a key after a change from `before`; "" and "" only read."""
-        self._requests += 1
-        return store.compare_set(key, before, after).decode()
+def _change(store: dist.Store, key: str, before: str, after: str) -> str:
+    """What the store has under a key after a change from `before`; "" and "" only read."""
+    return store.compare_set(key, before, after).decode()
 
 
 class _Drawn(NamedTuple):
@@ -574,24 +474,24 @@ class _Epoch:
     """This rank's part of one epoch.
 
     Attributes:
-        deal: The newest that this rank has taken; None: none yet.
-        hand: What it has not drawn of its hand, ...
-        size: ... and how much that was when it was dealt.
+        assignment: The newest that this rank has taken; None: none yet.
+        ahead: What it has not drawn of its batches, ...
+        size: ... and how many that were when they were assigned.
         done: Share of the epoch that all together had done then.
         drawn: What was drawn or skipped.
         used: What was trained on.
-        question: A deal that was asked for.
+        question: An assignment that was asked for.
     """
 
-    deal: Deal | None = None
-    hand: deque[int] = field(default_factory=deque)
+    assignment: Assignment | None = None
+    ahead: deque[int] = field(default_factory=deque)
     size: int = 0
     done: float = 0.0
     drawn: set[int] = field(default_factory=set)
     used: Runs = field(default_factory=list)
-    question: "Future[tuple[Deal, list[int]]] | None" = None
+    question: "Future[Assignment] | None" = None
 
     @property
     def generation(self) -> int:
-        """Of the deal; -1 while there is none."""
-        return -1 if self.deal is None else self.deal.generation
+        """Of the assignment; -1 while there is none."""
+        return -1 if self.assignment is None else self.assignment.generation

@@ -13,14 +13,14 @@ from ._shards import check_place, check_whole, epoch_share
 class ShardedSampler(Sampler[int]):
     """Indices of one rank's share of an epoch, in an order that seed and epoch decide.
 
-    Every epoch has one permutation of all samples, the same on every rank, and deals it like
-    cards: rank r gets positions r, r + p, r + 2p, ... Where the number of samples is no multiple
+    Every epoch has one permutation of all samples, the same on every rank, shared like
+    cards in a game: rank r gets positions r, r + p, r + 2p, ... Where the number of samples is no multiple
     of the number of ranks, `uneven` decides:
 
     * `"drop"`: the last few of the permutation, at most `world_size - 1`, sit out this epoch, and
       every rank gets equally many. In another epoch others sit out, unless `shuffle` is off.
       Right for all-reduce, which needs as many steps of every rank.
-    * `"keep"`: every sample is dealt, and some ranks get one more than others. Gossip bears that
+    * `"keep"`: every sample is used, and some ranks get one more than others. Gossip bears that
       ranks make unequal numbers of steps.
 
     No sample is repeated or goes to two ranks, unlike with torch's `DistributedSampler`, which
@@ -69,7 +69,7 @@ class ShardedSampler(Sampler[int]):
         check_place(num_samples, rank, world_size)
         if uneven not in ("drop", "keep"):
             raise ValueError(f"uneven is {uneven!r}, but must be 'drop' or 'keep'.")
-        self._deal: dict[str, Any] = {
+        self._sharing: dict[str, Any] = {
             "rank": int(rank),
             "num_samples": int(num_samples),
             "world_size": int(world_size),
@@ -111,4 +111,4 @@ class ShardedSampler(Sampler[int]):
         return len(self._share())
 
     def _share(self) -> Int[np.ndarray, " sample"]:
-        return epoch_share(epoch=self._epoch, **self._deal)
+        return epoch_share(epoch=self._epoch, **self._sharing)

@@ -1,4 +1,4 @@
-"""How the samples of an epoch are dealt to the ranks, and made into batches ahead of training."""
+"""How the samples of an epoch are shared among the ranks, and made into batches ahead of training."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ class ShardedBatches:
     """Shuffled batches of one rank's share, drawn anew each epoch.
 
     Every epoch has one permutation of all samples, made from `(seed, epoch)` and so the same on
-    every rank. Its first `world_size * (n // world_size)` positions are dealt like cards: rank r
+    every rank. Its first `world_size * (n // world_size)` positions go to the ranks in turn: rank r
     gets positions r, r + p, r + 2p, ... So in an epoch every rank gets equally many samples, no
     sample goes to two ranks, and at most `world_size - 1` sit out, others in each epoch. The last
     batch of an epoch may be smaller, but is never a single sample: that one joins the batch before
@@ -104,7 +104,7 @@ def split_batches(
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Int[np.ndarray, " sample"]:
-    """The permutation of all samples that an epoch deals, the same on every rank."""
+    """The permutation of all samples in an epoch, the same on every rank."""
     return np.random.default_rng((seed, epoch)).permutation(num_samples)
 
 

@@ -171,35 +171,24 @@ def _part_of(rank: int, result: RankResult | None, run_dir: RunDir | None) -> di
     return {"steps": max(0, step - begun), "samples": last.get("samples", 0), "end": "lost"}
 
 
-_SUMMED = (
-    *("samples_dealt_anew", "samples_used_twice_at_most", "samples_untold"),
-    *("store_requests", "exposed_seconds"),
-)
-_SEEN_BY_ALL = ("samples_left", "disturbed_epochs")
-
-
 def _shares(ranks: list[RankResult]) -> dict[str, Any] | None:
     """The elastic statistics of all ranks together; None without elastic batches."""
     shares = [rank.shares for rank in ranks if rank.shares is not None]
     if not shares:
         return None
     return {
-        **{name: sum(one[name] for one in shares) for name in _SUMMED},
-        **{name: max(one[name] for one in shares) for name in _SEEN_BY_ALL},
+        "samples_of_other_shares": sum(one["samples_of_other_shares"] for one in shares),
+        "disturbed_epochs": max(one["disturbed_epochs"] for one in shares),
     }
 
 
 def _note_on_shares(shares: Mapping[str, Any] | None) -> list[str]:
     if shares is None or not shares["disturbed_epochs"]:
         return []
-    note = (
-        "samples were dealt again as ranks joined or left: "
-        f"{shares['samples_used_twice_at_most']:,} at most were used twice, "
-        f"{shares['samples_left']:,} of the last epoch by no rank"
-    )
-    if untold := shares["samples_untold"]:
-        note += f", and of {untold:,} it is not known: the rendezvous store did not answer"
-    return [note]
+    return [
+        "samples were assigned again as ranks joined or left; up to a chunk of batches of each "
+        "rank that died may have been used twice"
+    ]
 
 
 def _by_rank(
