@@ -13,9 +13,9 @@ from ._shards import check_place, check_whole, epoch_share
 class ShardedSampler(Sampler[int]):
     """Indices of one rank's share of an epoch, in an order that seed and epoch decide.
 
-    Every epoch has one permutation of all samples, the same on every rank, shared like
-    cards in a game: rank r gets positions r, r + p, r + 2p, ... Where the number of samples is no multiple
-    of the number of ranks, `uneven` decides:
+    Every epoch has one permutation of all samples, the same on every rank: rank r gets positions r,
+    r + p, r + 2p, ... Where the number of samples is no multiple of the number of ranks, `uneven`
+    decides:
 
     * `"drop"`: the last few of the permutation, at most `world_size - 1`, sit out this epoch, and
       every rank gets equally many. In another epoch others sit out, unless `shuffle` is off.

@@ -1,4 +1,4 @@
-"""How the samples of an epoch are shared among the ranks, and made into batches ahead of training."""
+"""How ranks share the samples of an epoch, and make batches of them ahead of training."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
