@@ -1,6 +1,7 @@
 """The live report: follows the run's files, reloads until the run has ended, writes nothing."""
 
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -53,6 +54,30 @@ def test_the_page_follows_the_run_and_reloads_until_it_has_ended(tmp_path):
         "metrics-rank0.jsonl",
         "summary.json",
     }
+
+
+def test_a_run_that_ends_while_the_page_is_made_is_shown_as_going_on(tmp_path):
+    """The page waits for its metrics behind a pipe; until they come, the run ends."""
+    (tmp_path / "config.json").write_text('{"nproc": 1}')
+    metrics = tmp_path / "metrics-rank0.jsonl"
+    os.mkfifo(metrics)
+    with serving(tmp_path) as server:
+        found = []
+        asking = threading.Thread(target=lambda: found.append(fetch(server.url)))
+        asking.start()
+        with metrics.open("w") as pipe:  # opens as soon as the page reads it
+            metrics.unlink()
+            step = json.dumps({"event": "step", "step": 1, "loss": 2.5}) + "\n"
+            metrics.write_text(step)
+            (tmp_path / "summary.json").write_text('{"accuracy": 0.5, "world_size": 1}')
+            pipe.write(step)
+        asking.join()
+        ((text, headers),) = found
+        assert "summary.json" in text
+        assert headers["Refresh"] is not None
+        text, headers = fetch(server.url)
+        assert "Accuracy" in text
+        assert headers["Refresh"] is None
 
 
 def test_a_port_in_use_and_a_pace_of_none_are_refused(tmp_path):

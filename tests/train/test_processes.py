@@ -57,6 +57,9 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     assert summary["consensus_distance"] < (1 if strategy == "gossip" else 0) + 1e-9
     assert 0 < summary["exposed_seconds_per_step"] < summary["step_seconds"]
     assert summary["bytes_sent_per_step"] == pytest.approx(26_122 * 4, rel=0.02)
+    written_ns = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    del written_ns["report.html"]
+    assert max(written_ns, key=written_ns.__getitem__) == "summary.json", "a served page ends then"
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
     assert not workers()

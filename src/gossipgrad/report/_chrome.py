@@ -121,19 +121,23 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     skipped_lines: dict[str, int] = {}
     out = Path(out)
     partial = out.with_name(out.name + ".partial")
-    with partial.open("w", encoding="ascii") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
-        for number, event in enumerate(_events(sources, origin_ns, skipped_lines)):
-            file.write((",\n" if number else "\n") + dumps(event))
-        metadata = {
-            "source": "gossipgrad",
-            "origin_unix_ns": origin_ns,
-            "ranks": sorted(sources),
-            "dropped_spans": {str(rank): s.dropped for rank, s in sorted(sources.items())},
-            "skipped_lines": skipped_lines,
-        }
-        file.write(f'\n],"metadata":{dumps(metadata)}}}\n')
-    partial.replace(out)
+    try:
+        with partial.open("w", encoding="ascii") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            for number, event in enumerate(_events(sources, origin_ns, skipped_lines)):
+                file.write((",\n" if number else "\n") + dumps(event))
+            metadata = {
+                "source": "gossipgrad",
+                "origin_unix_ns": origin_ns,
+                "ranks": sorted(sources),
+                "dropped_spans": {str(rank): s.dropped for rank, s in sorted(sources.items())},
+                "skipped_lines": skipped_lines,
+            }
+            file.write(f'\n],"metadata":{dumps(metadata)}}}\n')
+        partial.replace(out)
+    except BaseException:  # of a full disk it keeps no part
+        partial.unlink(missing_ok=True)
+        raise
     return out
 
 

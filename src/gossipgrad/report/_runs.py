@@ -106,6 +106,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         )
     problems: list[str] = []
     config = _read_object(directory / "config.json", problems)
+    # A run writes it last: what is read after it is whole.
     summary = _read_object(directory / "summary.json", problems)
     steps, epochs = _read_metrics(directory, problems)
     if config is None and summary is None and not steps:

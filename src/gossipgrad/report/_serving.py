@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ._report import render_report
+from ._page import page
 from ._runs import read_run
 
 __all__ = ["ReportServer"]
@@ -53,10 +53,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/":
             self.send_error(404)
             return
-        goes_on = True
+        is_over = False
         try:
-            text, kind = render_report(server.run_dir), "text/html"
-            goes_on = not read_run(server.run_dir).summary
+            # One read: a run that ends between two would be shown as going on, and not reload.
+            run = read_run(server.run_dir)
+            text, kind, is_over = page([run]), "text/html", bool(run.summary)
         except ValueError as error:
             text, kind = f"waiting for the run: {error}", "text/plain"
         body = text.encode(errors="backslashreplace")
@@ -64,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        if goes_on:
+        if not is_over:
             self.send_header("Refresh", str(server.every_seconds))
         self.end_headers()
         self.wfile.write(body)

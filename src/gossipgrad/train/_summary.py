@@ -230,20 +230,26 @@ def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
 
 
 def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Path:
-    """Write the exported model, the summary, the trace and the report; returns the report.
+    """Write the exported model, the trace, the summary and the report; returns the report.
 
-    In this order: a full disk takes the trace or the report with a warning, and never the model.
+    A full disk takes the trace or the report with a warning, and never the model or the summary.
     """
     run_dir.rank_model(exported.rank).replace(run_dir.model)
     for other in run_dir.partial.glob("model-rank*"):  # room for what follows
         other.unlink(missing_ok=True)
-    write_json(run_dir.summary, summary)
     if traces := sorted(run_dir.partial.glob("trace-rank*.jsonl")):
         try:
             merge_traces(traces, run_dir.trace)
-        except OSError as error:
-            run_dir.trace.unlink(missing_ok=True)
-            warnings.warn(f"no trace of the run: {error.strerror}", stacklevel=2)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"no trace of the run: {error}", stacklevel=2)
+        for trace in traces:
+            trace.unlink(missing_ok=True)
+    # A page that is served ends with the summary, so it comes last of all that the page reads.
+    try:
+        write_json(run_dir.summary, summary)
+    except OSError:
+        run_dir.trace.unlink(missing_ok=True)  # room for the summary
+        write_json(run_dir.summary, summary)
     run_dir.remove_partial()
     try:
         write_report(run_dir.path)
