@@ -111,12 +111,15 @@ def consensus_evaluation(
                 )
             if any(other < latest for other, _ in came):
                 continue
+            # The evaluation's sum is the last collective: where it comes about on some ranks and
+            # breaks on others, none of the former waits in another one for the latter.
+            distance = session.consensus_distance()
             total = group.all_reduce_(test.sum_share(model, group.members))
             last = any(wanted for _, wanted in came)
             return Evaluation(
                 accuracy=mean_of(total),
                 is_consensus=True,
-                consensus_distance=session.consensus_distance(),
+                consensus_distance=distance,
                 final=last,
                 weights=model_tensors(model) if last else {},
             )
