@@ -1,11 +1,7 @@
 """One model of a checkpoint: the mean in 64 bits, written for others"""
 
-import os
-import warnings
-
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -125,18 +121,6 @@ def test_models_that_have_no_mean(models, named, tmp_path):
         checkpoint.consensus(tmp_path)
 
 
-def test_weights_lie_where_it_is_said(saved):
-    with pytest.raises(ValueError, match="'net'"):
-        checkpoint.consensus(saved, key="net")
-    assert_same(checkpoint.consensus(saved, key="optimizer"), {"m": torch.ones(3)})
-
-
-def test_a_damaged_part_is_named(saved):
-    os.truncate(saved / "step-000000001" / "rank-0002.pt", 100)
-    with pytest.raises(ValueError, match=r"rank-0002\.pt"):
-        checkpoint.consensus(saved)
-
-
 class Tied(nn.Module):
     """Of the kind that language models are: one matrix at both ends, and a table that is made."""
 
@@ -197,15 +181,3 @@ def test_types_that_the_file_cannot_hold(tmp_path):
     save(tmp_path / "run", 0, {"w": torch.ones(2, dtype=torch.complex128)}, world_size=1)
     with pytest.raises(ValueError, match=r"torch\.complex128"):
         checkpoint.export_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
-
-
-def test_torch_reads_the_consensus(tmp_path):
-    """The one line of the page that hands a model on to training of any other kind."""
-    run = plain(tmp_path)
-    wanted = {"b": torch.ones(2).bfloat16(), "w": torch.tensor([0.5, 2.0])}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": checkpoint.consensus(run)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-        state = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
-        dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert_same(state["model"], wanted)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -64,13 +63,6 @@ def test_a_state_comes_back_with_its_types_layout_and_shared_memory(tmp_path):
     assert first.data_ptr() == second.data_ptr()
     assert first.stride() == weight.stride()
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.pt")) < 200_000
-
-
-def test_a_model_of_ordinary_size_is_mapped_and_read(tmp_path):
-    state = {"w": torch.randn(3_000_000), "narrow": torch.randn(1000, 1000).bfloat16()}
-    save(tmp_path, 0, step=1, world_size=1, state=state)
-    for mmap in (False, True):
-        assert_same(checkpoint.load(tmp_path, rank=0, mmap=mmap), state)
 
 
 @pytest.mark.parametrize(
@@ -172,21 +164,6 @@ def test_files_of_others_and_links_stay(tmp_path):
     save(directory, 0, step=3, world_size=1)
     assert checkpoint.remove_all(directory) == [3, 1]
     assert [path.read_text() for path in (*mine, target)] == ["mine"] * 3
-
-
-def test_ranks_save_at_the_same_time(tmp_path):
-    def work(rank):
-        for step in range(1, 9):
-            save(tmp_path, rank, step=step, world_size=4, keep=2)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert checkpoint.latest(tmp_path) == 8
-    for rank in range(4):
-        assert_same(checkpoint.load(tmp_path, rank=rank), replica(8))
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,6 @@ def test_options_of_the_run_are_refused(option, capsys):
     )
 
 
-@pytest.mark.parametrize("option", ["--encrypt", "--no-overwrite", "--overwrite", "--nproc"])
-def test_so_are_flags_and_a_number_of_workers(option):
-    with pytest.raises(ValueError, match=f"^{option} is not for --join"):
-        parse_join([option, "--join", "run"])
-
-
 @pytest.mark.parametrize("option", ["--resume", "--config"])
 def test_a_run_is_joined_or_started(option):
     with pytest.raises(
@@ -44,25 +38,6 @@ def test_a_run_is_joined_or_started(option):
         match=f"^{option} starts a run, and --join a takes part in one that is training: leave",
     ):
         parse_join(["--join", "a", option, "b"])
-
-
-def test_one_run_is_joined():
-    with pytest.raises(ValueError, match=r"^--join is given 2 times \(a, b\), but workers join"):
-        parse_join(["--join", "a", "--join=b"])
-
-
-def test_a_misspelt_option_is_told(capsys):
-    with pytest.raises(SystemExit):
-        parse_join(["--join", "run", "--nprocs", "2"])
-    assert "--nprocs" in capsys.readouterr().err
-
-
-def test_help_tells_of_it(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--join", "run", "--help"])
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Join the run of this folder, which is training" in told
-    assert "all else is the run's." in told
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):

@@ -50,13 +50,6 @@ def test_mistakes_are_one_kind_line_and_start_nothing(
     assert named in err
 
 
-def test_inside_a_world_nproc_is_the_worlds(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert cli.main(["probe", "--nproc", "4"]) == 2
-    assert "torchrun has started 8 processes; leave --nproc out" in capsys.readouterr().err
-
-
 SAYS = """\
 #!/bin/sh
 case $RANK in

@@ -75,13 +75,6 @@ def test_alone_it_is_a_plain_shuffle():
     assert first == again != second
 
 
-def test_batches_are_the_users_own():
-    with gg.RingShuffle(torch.ones(6, 2), batch_size=3) as shuffle:
-        for (x,) in shuffle:
-            x.zero_()
-        assert shuffle.rows()[0].sum() == 12
-
-
 @pytest.mark.parametrize("sizes", [[8] * 3, [9, 7], [10, 7, 13, 8]])
 def test_in_step_it_is_the_reference(sizes):
     shards = [ids_of(sizes, rank).tolist() for rank in range(len(sizes))]
@@ -134,14 +127,6 @@ def test_a_data_loader_takes_it_without_worker_processes():
             pickle.dumps(shuffle)
 
 
-def test_a_newer_iteration_ends_the_one_before():
-    with gg.RingShuffle(torch.arange(10), batch_size=4) as shuffle:
-        old, new = iter(shuffle), iter(shuffle)
-        next(old)
-        assert len(list(new)) == 3
-        assert list(old) == []
-
-
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("tensors", "options", "named"),
@@ -176,15 +161,6 @@ def test_shards_that_do_not_go_together_are_refused_on_every_rank(tensors, error
             gg.RingShuffle(tensors[rank], batch_size=2, process_group=group)
 
     run_ranks(2, main)
-
-
-def test_a_closed_shuffle_still_has_its_rows():
-    shuffle = gg.RingShuffle(torch.arange(5), batch_size=2)
-    shuffle.close()
-    shuffle.close()
-    assert shuffle.rows()[0].tolist() == list(range(5))
-    with pytest.raises(ValueError, match="closed"):
-        next(iter(shuffle))
 
 
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float64, torch.complex64)

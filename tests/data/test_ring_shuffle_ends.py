@@ -81,18 +81,6 @@ def test_ranks_that_leave_after_unequal_steps_take_no_row_along(p, kind):
     assert [s.rows_lost for s in stats] == [0] * p
 
 
-def test_a_rank_that_leaves_early_is_closed_over():
-    def train(walker):
-        walker.steps(2)
-        if walker.rank != 1:
-            walker.steps(10)
-            walker.steps_until_gone(1)
-
-    held, stats = run(4, train)
-    assert sorted(flat(held)) == list(range(4 * SIZE))
-    assert 1 in stats[0].ranks_gone
-
-
 def test_a_late_neighbour_blocks_no_step():
     """What rank 1 sends to rank 0 comes when all have made their steps."""
     storm, together = Storm(3, "", "", 0.0, ()), threading.Barrier(3, timeout=HANG_SECONDS)
@@ -252,44 +240,3 @@ def test_no_row_is_doubled_when_ranks_leave_and_die(sizes, script, credits):
     for _ in range(3):
         world.wires.deliver_all()
         world.play([("step", rank) for rank in world.present])
-
-
-def test_a_message_that_vanishes_leaves_its_rows_with_their_sender():
-    world = World([6, 6, 6])
-    world.step(1)
-    world.wires.under_way[1, 0].clear()
-    for _ in range(6):
-        world.play([*(("step", rank) for rank in range(3)), ("deliver all",)])
-    assert world.walkers[0].shuffle.stats().refused_messages > 0  # nothing counts past the gap
-    world.leave(0)
-    world.settle()
-    assert sorted(flat(map(world.held, range(3)))) == list(range(18))
-
-
-def test_those_that_remain_go_on_with_what_a_killed_rank_has_left():
-    world = World([6, 6, 6])
-    world.step(2)
-    world.kill(1)
-    for _ in range(8):
-        world.play([("deliver all",), ("step", 0), ("step", 2)])
-    stats = world.walkers[2].shuffle.stats()
-    assert stats.rows_lost == 3
-    assert stats.rows_sent > 3  # they go on, with each other
-    world.settle()
-    remaining = sorted(world.held(0) + world.held(2))
-    assert remaining[:6] == list(range(6))
-    assert len(remaining) == 9
-
-
-def test_the_last_rank_still_sees_every_row():
-    world = World([6, 6])
-    world.step(1)
-    world.play([("deliver all",), ("step", 0)])
-    world.kill(1)
-    world.wires.deliver_all()
-    mine, seen = {*world.held(0)}, set()
-    for _ in range(8):
-        for ids, _ in world.walkers[0].shuffle:
-            seen |= {*ids.tolist()}
-    assert mine == {*world.held(0)}
-    assert mine <= seen

@@ -1,12 +1,11 @@
 from itertools import chain
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from gossipgrad.data import ShardedBatches, ShardedSampler, TensorSamples
+from gossipgrad.data import ShardedSampler
 
 
 class Numbers(Dataset):
@@ -60,22 +59,6 @@ def test_other_samples_sit_out_in_other_epochs():
     assert set(range(11)) - set(chain(*dealt(11, 4, shuffle=False))) == {8, 9, 10}
 
 
-def test_deals_as_the_training_job_does():
-    samples = TensorSamples(torch.arange(20.0), torch.arange(20))
-    batches = ShardedBatches(samples=samples, batch_size=3, rank=1, world_size=3, seed=5)
-    sampler = ShardedSampler(20, 1, 3, seed=5)
-    sampler.set_epoch(4)
-    assert [int(label) for _, y in batches.epoch(4) for label in y] == list(sampler)
-
-
-def test_order_follows_seed_and_epoch():
-    first = dealt(30, 2)
-    assert first == dealt(30, 2)
-    assert first != dealt(30, 2, seed=1)
-    assert first != dealt(30, 2, epoch=1)
-    assert dealt(30, 2, shuffle=False)[1] == list(range(1, 30, 2))
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumes_by_epoch_and_batch_whatever_workers_drew_ahead(workers, drop_last):
@@ -107,17 +90,6 @@ def test_resumes_by_epoch_and_batch_whatever_workers_drew_ahead(workers, drop_la
     assert [len(batch) for batch in whole] == [4] * 15
     for stop in (0, 3, 5, 7, 14):
         assert [*batches(0, stop), *batches(stop, 100)] == whole
-
-
-def test_a_pass_begins_at_start_once():
-    sampler = ShardedSampler(30, 0, 2)
-    whole = list(sampler)
-    sampler.set_epoch(0, start=4)
-    assert list(sampler) == whole[4:]
-    assert list(sampler) == whole
-    sampler.set_epoch(0, start=99)
-    assert list(sampler) == []
-    assert len(sampler) == 15
 
 
 @pytest.mark.parametrize(

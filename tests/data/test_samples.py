@@ -8,11 +8,9 @@ import torch
 from gossipgrad.data import (
     Dataset,
     DatasetInfo,
-    Samples,
     TensorSamples,
     made_ahead,
 )
-from support.waiting import HANG_SECONDS
 
 
 def toy_info(**changes):
@@ -22,13 +20,6 @@ def toy_info(**changes):
 
 def toy(labels):
     return TensorSamples(torch.zeros(len(labels), 1), torch.tensor(labels))
-
-
-def test_rows_come_in_the_order_of_the_indices():
-    samples = TensorSamples(torch.arange(8).reshape(4, 2), torch.arange(4))
-    x, y = samples.batch(torch.tensor([3, 0]))
-    assert (x.tolist(), y.tolist()) == ([[6, 7], [0, 1]], [3, 0])
-    assert isinstance(samples, Samples)
 
 
 def test_augmentation_goes_before_the_finish_and_only_when_asked_for():
@@ -41,11 +32,6 @@ def test_augmentation_goes_before_the_finish_and_only_when_asked_for():
     everything = torch.arange(2)
     assert samples.batch(everything)[0].tolist() == [5.0, 10.0]
     assert samples.batch(everything, augment=(2, 3))[0].tolist() == [7.5, 13.0]
-
-
-def test_labels_of_positions_are_no_labels_of_samples():
-    assert TensorSamples(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)).labels is None
-    assert toy([1, 0]).labels.tolist() == [1, 0]
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -70,21 +56,4 @@ def test_results_made_ahead_come_in_order_and_errors_where_they_belong(threads):
     assert [next(results) for _ in range(7)] == [60 // (7 - item) for item in range(7)]
     with pytest.raises(ZeroDivisionError):
         next(results)
-    assert not data_threads()
-
-
-def test_works_so_far_ahead_and_no_farther():
-    made, third = [], threading.Event()
-
-    def make(item):
-        made.append(item)
-        if len(made) == 3:
-            third.set()
-        return item
-
-    results = made_ahead(make, range(10), threads=2)
-    assert next(results) == 0
-    assert third.wait(HANG_SECONDS)
-    assert sorted(made) == [0, 1, 2]
-    results.close()
     assert not data_threads()

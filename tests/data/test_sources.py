@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +64,6 @@ def test_missing_files_are_fetched_once_into_the_cache(site, cache, tmp_path, mo
     assert find(tmp_path / "named") == tmp_path / "named" / "fashion-mnist"
 
 
-def test_a_folder_that_is_named_gets_missing_files(site, tmp_path):
-    assert find(tmp_path / "d") == tmp_path / "d" / "fashion-mnist"
-    assert names(tmp_path / "d" / "fashion-mnist") == {*NAMES}
-
-
 @pytest.mark.parametrize("damage", ["wrong", "cut", "missing"])
 def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, damage):
     files = dict(site.files)
@@ -85,26 +79,6 @@ def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, damage):
     assert names(cache / "fashion-mnist") == set()
     site.files, site.cut = files, None
     assert names(find()) == {*NAMES}
-
-
-def test_one_of_several_that_need_the_files_fetches_them(site):
-    threads = [threading.Thread(target=find) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(site.requests) == 4
-
-
-def test_a_user_without_a_home_is_shown_where_files_could_go(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("GOSSIPGRAD_DATA", raising=False)
-    with pytest.raises(GossipError, match=r"--data-dir or XDG_CACHE_HOME"):
-        data.load("fashion-mnist")
 
 
 def test_unknown_names_and_folders(tmp_path):
@@ -153,29 +127,9 @@ def test_fashion_mnist(monkeypatch):
     assert abs(float(x.double().std()) - 1) < 1e-6
 
 
-def test_a_damaged_file_of_fashion_mnist_is_named_before_training(tmp_path):
-    folder = tmp_path / "fashion-mnist"
-    folder.mkdir()
-    for name in _fashion_mnist.DIGESTS:
-        (folder / name).write_bytes(b"?")
-    with pytest.raises(ValueError, match=r"train-images.*delete it"):
-        data.prepare("fashion-mnist", tmp_path)
-
-
 def idx(array):
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     return b"\0\0\x08" + bytes([array.ndim]) + sizes + array.tobytes()
-
-
-def test_idx_gives_back_what_was_written_however_it_is_packed(tmp_path):
-    pixels = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-    digest = hashlib.sha256(idx(pixels)).hexdigest()
-    path = tmp_path / "a.gz"
-    for level in (1, 9):
-        path.write_bytes(gzip.compress(idx(pixels), compresslevel=level))
-        np.testing.assert_array_equal(data.read_idx(path, sha256=digest), pixels)
-    with pytest.raises(ValueError, match=r"a\.gz .*delete it"):
-        data.read_idx(path, sha256="00")
 
 
 @pytest.mark.parametrize(

@@ -171,17 +171,6 @@ def test_the_rest_equals_torch_adamw():
         torch.testing.assert_close(a, b)
 
 
-def test_a_convolution_is_one_row_an_output():
-    torch.manual_seed(0)
-    conv = nn.Conv2d(3, 4, 3)
-    optimizer = gg.Muon(conv, polar="svd", lr=1.0, nesterov=False)
-    before, gradient = conv.weight.detach().clone(), torch.randn(4, 3, 3, 3)
-    conv.weight.grad = gradient
-    optimizer.step()
-    u, _, vh = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
-    torch.testing.assert_close(before - conv.weight, (u @ vh).reshape(4, 3, 3, 3))
-
-
 def test_parameters_without_gradient_stay():
     model = model_of()
     optimizer = gg.Muon(model)

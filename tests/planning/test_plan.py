@@ -261,27 +261,6 @@ def test_json_and_back():
             Plan.from_json(other)
 
 
-TIMED = (*RULES, lambda backward, sizes, method: plan(backward, sizes, [method]))
-
-
-@pytest.mark.parametrize("rule", TIMED)
-@pytest.mark.parametrize(
-    ("backward", "sizes"),
-    [
-        ([], []),
-        ([1], [1, 2]),
-        ([1], [math.inf]),
-        ([1], [1.5]),
-        ([1, 1], [1, 0]),
-        ([1, -1], [1, 1]),
-        ([math.nan], [1]),
-    ],
-)
-def test_what_no_step_has(rule, backward, sizes, unchecked_types):
-    with pytest.raises(ValueError, match=r"tensor|times and"):
-        rule(backward, sizes, FREE)
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -17,8 +17,6 @@ from gossipgrad.simulate import (
     Network,
     Setting,
     Sparse,
-    Steps,
-    Strategy,
     Suda,
     Workers,
 )
@@ -75,21 +73,6 @@ def test_a_free_network_and_equal_ranks_leave_compute_alone(name):
         strategy = replace(strategy, select=CountCost(0.0, 0.0), decode=CountCost(0.0, 0.0))
     found = gg.predict("gpt2", FREE, strategy, world_size=16, steps=16)
     assert found.efficiency == pytest.approx(1)
-
-
-def test_gossip_costs_the_same_at_any_scale_and_hides_what_is_shorter_than_compute():
-    for p in (2, 33, 1024):
-        fast = step_seconds("gossip", Network.from_rate(1e10), p)
-        assert fast < 1.001 * RESNET.compute_seconds
-        exchange = GIGABIT.exchange(RESNET.size_bytes)
-        assert step_seconds("gossip", p=p) == pytest.approx(exchange, rel=1e-3)
-
-
-def test_suda_hides_its_weights_behind_backward():
-    exchange = GIGABIT.exchange(RESNET.size_bytes)
-    exposed = 2 * exchange + max(0, exchange - RESNET.compute_seconds)
-    found = gg.predict(RESNET, GIGABIT, "suda", world_size=8, steps=20)
-    assert found.exposed_seconds == pytest.approx(exposed, rel=0.01)
 
 
 @pytest.mark.parametrize("p", [2, 16])
@@ -160,16 +143,6 @@ def test_a_worse_network_or_worker_never_makes_a_step_end_sooner(
     assert (ends(strategy, after, p, slower) >= ends(strategy, before, p, workers) - 1e-9).all()
 
 
-def test_equal_arguments_give_equal_figures_and_other_seeds_others():
-    workers = Workers(jitter=0.3, seed=3)
-    for name in ("gossip", "allreduce"):
-        found = [
-            step_seconds(name, Network.from_rate(1e10), p=9, workers=each)
-            for each in (workers, workers, replace(workers, seed=4))
-        ]
-        assert found[0] == found[1] != found[2]
-
-
 def test_jitter_costs_all_reduce_the_slowest_of_all_and_gossip_less():
     workers = Workers(jitter=0.2)
     of = {
@@ -177,30 +150,6 @@ def test_jitter_costs_all_reduce_the_slowest_of_all_and_gossip_less():
         for name in ("gossip", "allreduce", "local")
     }
     assert of["allreduce"] > of["gossip"] > of["local"]
-
-
-def test_jitter_and_stragglers_are_those_of_the_options():
-    constant = Workers(stragglers=2, straggler_factor=3.0).constant(1000)
-    assert sorted(constant)[-3:] == [1, 3, 3]
-    jitter = Workers(jitter=0.3)
-    drawn = jitter.pace(jitter.constant(200_000), 5)
-    assert drawn.mean() == pytest.approx(1, abs=0.01)
-    assert np.log(drawn).std() == pytest.approx(0.3, abs=0.01)
-
-
-def test_a_strategy_of_ones_own():
-    class Steady(Steps):
-        def step(self, number, start, pace):
-            return start + 2.0
-
-    class Own(Strategy):
-        name = "own"
-
-        def begin(self, setting):
-            return Steady()
-
-    found = gg.predict(RESNET, GIGABIT, Own(), world_size=3, steps=5)
-    assert (found.strategy, found.step_seconds) == ("own", pytest.approx(2))
 
 
 def test_a_model_of_known_size_and_time_is_a_profile():

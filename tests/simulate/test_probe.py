@@ -94,14 +94,6 @@ def test_sizes_for_which_there_is_no_time_are_left_out():
     assert exchanged == {10.0: set(sizes[:2]), 300.0: set(sizes)}
 
 
-def test_a_rate_that_no_message_was_long_enough_to_show_is_doubted():
-    cost = AffineCost(alpha_seconds=3e-3, beta_seconds_per_byte=8e-8)
-    network = Network(exchange=cost, hop=cost, world_size=4)
-    figures = (Measured("exchange", (0, 1), 4096, 3e-3), Measured("all-reduce", (0, 1), 1 << 20, 1))
-    (doubt,) = Probe(network, cost, {(0, 1): cost}, figures).doubts()
-    assert "exchange of 4,096 bytes" in doubt
-
-
 class Mute(InProcessTransport):
     """Rank 1 is somewhere else after the start, until the others are done."""
 
@@ -155,6 +147,19 @@ def test_a_worker_that_does_not_answer_is_named_and_nobody_hangs(kind, timeout_s
     run_ranks(3, measure)
 
 
+def test_one_worker_has_no_link():
+    with pytest.raises(ValueError, match="two or more"):
+        probe(Group(dist.HashStore(), 0, 1))
+
+
+def test_a_rate_that_no_message_was_long_enough_to_show_is_doubted():
+    cost = AffineCost(alpha_seconds=3e-3, beta_seconds_per_byte=8e-8)
+    network = Network(exchange=cost, hop=cost, world_size=4)
+    figures = (Measured("exchange", (0, 1), 4096, 3e-3), Measured("all-reduce", (0, 1), 1 << 20, 1))
+    (doubt,) = Probe(network, cost, {(0, 1): cost}, figures).doubts()
+    assert "exchange of 4,096 bytes" in doubt
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -171,8 +176,3 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(options):
             probe(group, **options)
 
     run_ranks(2, measure)
-
-
-def test_one_worker_has_no_link():
-    with pytest.raises(ValueError, match="two or more"):
-        probe(Group(dist.HashStore(), 0, 1))

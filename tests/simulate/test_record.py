@@ -93,19 +93,6 @@ def test_times_and_order_are_those_of_the_model(clock):
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_narrow_parameters_are_counted_in_their_bytes():
-    model = nn.ModuleDict({"a": nn.Linear(2, 2).bfloat16(), "b": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def loss(model, x):
-        return model["b"](model["a"](x).float()).sum()
-
-    profile = record_profile(model, optimizer, [torch.ones(1, 2).bfloat16()], loss, steps=1)
-    assert profile.element_bytes == 2
-    assert profile.state_copies == 0  # SGD without momentum keeps none
-    assert profile.size_bytes == 6 * 2 + 6 * 4
-
-
 def test_state_is_counted_of_what_is_trained():
     """A head without a gradient has no state, and is not in the profile either."""
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 800)])

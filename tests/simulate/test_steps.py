@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipgrad.planning import AffineCost, Profile
 from gossipgrad.simulate import AllReduce, Gossip, Network, Setting, Workers
-from gossipgrad.topology import by_name
-from support import event_heap
 
 
 def profile_of(elements, *, forward=1.0, backward=1.0, optimizer=0.5):
@@ -44,19 +42,6 @@ def ends(strategy, profile, network, p, workers=None, steps=6):
 # By hand: compute is 2.5 s, of which forward and backward 1 s each; 100 elements are 400 bytes.
 
 
-@pytest.mark.parametrize(
-    ("mode", "alpha", "beta", "expected"),
-    [
-        ("overlap", 0.4, 0.005, [2.5, 5.0]),  # hidden: shorter than a step
-        ("overlap", 0.5, 0.01, [4.5, 9.0]),  # as long as the message
-        ("sync", 0.5, 0.01, [2.5, 9.5]),  # awaited in the next forward pass
-    ],
-)
-def test_one_message_of_two_ranks(mode, alpha, beta, expected):
-    found = ends(Gossip(mode=mode), profile_of([100]), network_of(alpha, beta), 2, steps=2)
-    assert found == pytest.approx(np.array([expected] * 2).T)
-
-
 def test_sync_hides_all_but_the_first_of_many_messages():
     """Ten messages of 0.1 s each, as the forward pass takes 0.1 s for each tenth of the model."""
     found = ends(
@@ -88,64 +73,3 @@ def test_without_jitter_a_ring_is_its_closed_form(p, size, alpha, beta):
     found = ends(AllReduce(), profile, network_of(alpha, beta), p, steps=1)
     ring = 2 * (p - 1) * alpha + 2 * (p - 1) / p * 4 * size * beta
     assert found == pytest.approx(np.full((1, p), 2.0 + ring + 0.5))
-
-
-WORKERS = st.builds(
-    Workers,
-    jitter=st.sampled_from([0.0, 0.1, 0.6]),
-    stragglers=st.integers(0, 1),
-    straggler_factor=st.sampled_from([1.3, 3.0]),
-    seed=st.integers(0, 99),
-)
-NETWORKS = st.builds(
-    network_of,
-    st.sampled_from([0.0, 0.01, 0.7]),
-    st.sampled_from([0.0, 1e-4, 3e-3, 2e-2]),
-)
-ELEMENTS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
-GOSSIP = {
-    "topology": st.sampled_from(["dissemination", "matching", "complete", "ring"]),
-    "every": st.integers(1, 3),
-    "state_copies": st.integers(0, 2),
-    "element_bytes": st.sampled_from([None, 2]),
-    "bucket_bytes": st.sampled_from([64, 400, 4 << 20]),
-}
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    p=st.integers(1, 8),
-    elements=ELEMENTS,
-    network=NETWORKS,
-    workers=WORKERS,
-    options=st.one_of(
-        st.builds(Gossip, **GOSSIP),
-        st.builds(Gossip, mode=st.just("sync"), exchanges=st.integers(1, 3), **GOSSIP),
-    ),
-)
-def test_gossip_is_as_in_single_events(p, elements, network, workers, options):
-    profile, steps = profile_of(elements), 7
-    run = event_heap.Run(profile, network, p, workers, steps)
-    plain = event_heap.gossip(run, options, by_name(options.topology, p))
-    fast = ends(options, profile, network, p, workers, steps)
-    np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    p=st.integers(1, 8),
-    elements=ELEMENTS,
-    network=NETWORKS,
-    workers=WORKERS,
-    options=st.builds(
-        AllReduce,
-        bucket_bytes=st.sampled_from([1, 64, 25 << 20]),
-        first_bucket_bytes=st.sampled_from([None, 8]),
-        element_bytes=st.sampled_from([None, 2]),
-    ),
-)
-def test_all_reduce_is_as_its_hops(p, elements, network, workers, options):
-    profile, steps = profile_of(elements), 5
-    plain = event_heap.all_reduce(event_heap.Run(profile, network, p, workers, steps), options)
-    fast = ends(options, profile, network, p, workers, steps)
-    np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)

@@ -56,20 +56,6 @@ def test_resume_is_bit_identical(name, settings):
     assert_equal_bits(train(resumed, 5, name), whole)
 
 
-def test_replicas_in_several_chunks_are_as_in_one():
-    """On a CPU vmap takes 16 MiB of weights at a time; a loop takes one replica."""
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 20_000), nn.Linear(20_000, 10))
-    vmapped, looped = (
-        train(VirtualRanks(wide, 5, optimizer=sgd, batching=batching), 2)
-        for batching in ("vmap", "loop")
-    )
-    for ours, theirs in zip(
-        vmapped.replica(4).parameters(), looped.replica(4).parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_one_rank_is_the_plain_optimizer():
     ranks = train(make(world_size=1), 5)
     torch.manual_seed(0)
@@ -102,20 +88,6 @@ def test_without_gradients_the_distance_contracts_as_analysed(topology):
     assert ranks.consensus_distance() / before == pytest.approx(expected, rel=0.1)
     for each, value in zip(stacked, mean, strict=True):
         torch.testing.assert_close(each.mean(0), value, atol=1e-5, rtol=1e-5)
-
-
-def test_odd_world_sizes_sit_out():
-    ranks = train(make(world_size=5, topology="matching"), 6)
-    alone = train(make(world_size=5, strategy="local"), 6)
-    assert 0 < ranks.consensus_distance() < alone.consensus_distance()
-
-
-def test_local_ranks_are_independent():
-    ranks, other = make(strategy="local"), make(strategy="local")
-    x, y = batches("mlp", 4, 0)
-    ranks.step(x, y)
-    other.step(torch.cat([x[:3], x[3:] + 1]), y)
-    assert_equal_bits(ranks, other, ranks=3)
 
 
 def test_frozen_and_tied_parameters():
@@ -184,13 +156,6 @@ def test_models_that_cannot_be_stacked_are_refused(model):
         VirtualRanks(model, 2, optimizer=sgd)
 
 
-def test_batches_and_ranks_that_do_not_exist_are_refused():
-    ranks = make()
-    for call in (lambda: ranks.step(*batches("mlp", 3, 0)), lambda: ranks.replica(4)):
-        with pytest.raises(ValueError, match=r"rank"):
-            call()
-
-
 ALLREDUCE = {"strategy": "allreduce"}
 STALE = {"mode": gg.Stale(max_staleness=2), "delay": 2}
 
@@ -218,13 +183,6 @@ def test_state_of_another_run_is_refused_and_changes_nothing(saved, here, what):
     assert_equal_bits(train(ranks, 1), train(untouched, 1))
 
 
-def test_settings_that_do_nothing_warn():
-    with pytest.warns(UserWarning, match="topology, mode"):
-        make(strategy="local", topology="ring", mode="sync")
-    with pytest.warns(UserWarning, match="payload, average_every"):
-        make(strategy="allreduce", payload="weights+state", average_every=3)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_as_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions in full float32
@@ -236,3 +194,17 @@ def test_on_a_gpu_as_on_a_cpu(monkeypatch):
         other.step(x.cuda(), y.cuda())
     for a, b in zip(ranks.replica(1).parameters(), other.replica(1).parameters(), strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
+
+
+def test_batches_and_ranks_that_do_not_exist_are_refused():
+    ranks = make()
+    for call in (lambda: ranks.step(*batches("mlp", 3, 0)), lambda: ranks.replica(4)):
+        with pytest.raises(ValueError, match=r"rank"):
+            call()
+
+
+def test_settings_that_do_nothing_warn():
+    with pytest.warns(UserWarning, match="topology, mode"):
+        make(strategy="local", topology="ring", mode="sync")
+    with pytest.warns(UserWarning, match="payload, average_every"):
+        make(strategy="allreduce", payload="weights+state", average_every=3)

@@ -120,10 +120,3 @@ def test_bad_graphs_are_named(graph, named):
 def test_bad_matrices_are_named(weights, named):
     with pytest.raises(ValueError, match=named):
         from_matrix(weights)
-
-
-def test_bad_seeds_are_refused():
-    with pytest.raises(ValueError, match="seed -1"):
-        from_graph(networkx.path_graph(2), seed=-1)
-    with pytest.raises(ValueError, match="seed -1"):
-        from_matrix(np.full((2, 2), 0.5), seed=-1)

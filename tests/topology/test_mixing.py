@@ -122,13 +122,6 @@ def test_estimates_are_near_the_dense_figures():
     assert abs(found.rounds_to_contract_1000x - exact) <= 1
 
 
-def test_many_ranks_are_analysed_without_a_dense_matrix():
-    found = analyse(topology.matching(10_000))
-    assert found.doubly_stochastic
-    assert found.rounds_until_all_know_all == 14
-    assert topology.diffusion(topology.dissemination(10_000), rounds=14)[-1].min() == 1.0
-
-
 def test_analysis_notices_a_schedule_that_loses_mass(monkeypatch):
     schedule = topology.dissemination(8)
     peers = schedule.round_peers(0)
