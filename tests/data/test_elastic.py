@@ -254,7 +254,8 @@ def test_samples_are_assigned_again_when_the_store_answers_again():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"world_size": 61}, {"chunk_batches": 0}, {"patience_seconds": -1}]
+    "wrong",
+    [{"batch_size": 0}, {"world_size": 61}, {"chunk_batches": 0}, {"patience_seconds": -1.0}],
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     run = Run(60, 1)
