@@ -106,7 +106,7 @@ def test_readme_script_runs_under_torchrun(tmp_path):
 
 def check_what_readme_script_prints(text):
     found = re.fullmatch(
-        r"loss of the consensus (\d\.\d+)\nconsensus distance (0\.\d+)\n"
+        r"loss of the consensus (\d\.\d+)\nconsensus distance (0\.\d+) \(estimate\)\n"
         r"sent ([\d,]+) bytes, ring all-reduce would have sent ([\d,]+)\n"
         r"blocked on communication for \d+\.\d\d s\n",
         text,

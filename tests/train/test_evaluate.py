@@ -26,7 +26,6 @@ def text():
         num_classes=5,
         train_samples=150,
         test_samples=150,
-        kind="text",
     )
     return Dataset(info=info, train=samples, test=samples)
 

@@ -48,8 +48,6 @@ def test_the_strategy_encrypts_its_links(faults, secret):
             set_gradients(model, rank, step)
             optimizer.step()
         transport = strategy._session._rounds.channel.transport
-        if faults is None:
-            assert transport.max_payload_bytes == 16 << 20
         delivered = strategy._session.stats().outcomes["delivered"]
         strategy.close()
         return transport.is_encrypted, delivered > 0

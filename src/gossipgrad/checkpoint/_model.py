@@ -40,7 +40,8 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file and wait until it is on the disk.
 
-    A file that exists is removed first, so that it can reserve the space.
+    A file that exists is removed first: safetensors writes beside it, and it may be there to
+    reserve the space.
 
     Raises:
         ValueError: safetensors files do not hold the type of a tensor.

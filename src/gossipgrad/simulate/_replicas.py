@@ -69,6 +69,10 @@ class Replicas:
             return self._backward_one_by_one(x, y)
         return self._backward_shared(x, y) if self.shared else self._backward_in_chunks(x, y)
 
+    def statistics(self) -> list[Tensor]:
+        """Running statistics, stacked."""
+        return [self.buffers[name] for name in statistics(self._model)]
+
     @torch.no_grad()
     def build_model(self, row: int | None) -> nn.Module:
         """A new model with the weights and buffers of one replica, or for None the mean of all.

@@ -54,8 +54,8 @@ class VirtualRanks(Ranks):
     distributed run, to rounding; nothing is communicated. All ranks step together, and no exchange
     is late, but in mode stale each by `delay` rounds.
 
-    `allreduce` keeps one set of weights for all ranks. BatchNorm's statistics are each rank's own
-    throughout, and the consensus averages them, as the distributed run does.
+    `allreduce` keeps one set of weights for all ranks. BatchNorm's statistics are each rank's own,
+    and every average takes them along, as the distributed run does.
 
     Args:
         model: The first state of every replica, parameters in float32 or float64, on the device on
@@ -195,13 +195,16 @@ class VirtualRanks(Ranks):
     def average_(self) -> None:
         """Makes every replica the exact average; optimizer state too, where the payload has it.
 
+        Running statistics are averaged as well; other buffers stay each rank's own.
+
         Outstanding exchanges of mode stale are mixed first.
         """
         if self._exchange is not None:
             for round in self._exchange.outstanding:
                 self._exchange.close(round, self._tensors_of(round))
         with_state = isinstance(self._settings.payload, WeightsAndState)
-        for stacked in self._weights + (self._state() if with_state else []):
+        state = self._state() if with_state else []
+        for stacked in self._weights + state + self._replicas.statistics():
             stacked.copy_(mean_of(stacked))
 
     def state_dict(self) -> dict[str, Any]:
