@@ -101,20 +101,6 @@ def test_sums_over_positions_have_no_bound_for_the_worst_case():
         assert each.activation == known
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm]
-)
-@pytest.mark.parametrize("place", [0, 2])
-def test_weights_that_are_computed_stay(norm, place):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    norm(model[place])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gg.shrink(model, optimizer, example_input=torch.randn(3, 4)) as session:
-        assert session.neurons == ()
-        assert "0" in session.refused
-        assert session.describe().count("stays") == 2
-
-
 def test_transformers_and_attention():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.5)
     found = find(layer, torch.randn(2, 5, 8))

@@ -9,10 +9,8 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.apoptosis import (
     ACTIVATIONS,
-    Moments,
     candidates_of,
     choose,
-    choose_bounded,
     joint_error,
     merged,
     samples_at_risk,
@@ -171,37 +169,6 @@ def test_t10_gradients_and_momentum_follow_the_map_and_moments_are_no_less(make)
         torch.testing.assert_close(grad, p.grad, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(moment, 0.1 * p.grad, rtol=1e-6, atol=1e-9)
         assert (square >= 0.001 * p.grad.square() - 1e-12).all()
-
-
-def test_moments_of_ranks_are_those_of_all_samples():
-    rows = random(60, 2, 7)
-    whole = Moments(7, 2)
-    parts = [Moments(7, 2) for _ in range(3)]
-    for part, some in zip(parts, rows.split([10, 20, 30]), strict=True):
-        part.add(some[:6])
-        part.add(some[6:])
-        part.flush()
-    whole.add(rows)
-    whole.flush()
-    means = [torch.stack(t).mean(0) for t in zip(*(p.tensors() for p in parts), strict=True)]
-    parts[0].use(means, 3)
-    torch.testing.assert_close(parts[0].mean, whole.mean)
-    torch.testing.assert_close(parts[0].scatter / parts[0].count, whole.scatter / whole.count)
-
-
-def test_bounded_choices_stay_within_the_budget_for_every_input():
-    activation = ACTIVATIONS["relu"]
-    rows, v = random(30, 4, seed=8), 0.3 * random(OUTPUTS, 30, seed=9)
-    rows[10:20] = rows[:10] + 0.02 * random(10, 4, seed=10)
-    x = random(500, 3)
-    norm = float((x.square().sum(1) + 1).max().sqrt())
-    found = candidates_of(rows, activation, norm=norm)
-    kept, fold, constants, error = choose_bounded(found, [v.norm(dim=0)], budget=1.0, at_most=20)
-    assert len(kept) < 30
-    removed = torch.tensor([j for j in range(30) if j not in kept.tolist()])
-    h = hidden(rows, activation, x)
-    change = (h[:, removed] - h[:, kept] @ fold - constants) @ v[:, removed].T
-    assert float(change.square().sum(1).max()) <= error <= 1.0
 
 
 def test_a_session_names_what_is_wrong_with_its_settings():

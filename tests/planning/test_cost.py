@@ -56,12 +56,6 @@ def test_a_ring_is_its_hops(alpha, beta, p, n):
     assert hop.ring_all_gather(p)(n) == pytest.approx((p - 1) * hop(n))
 
 
-def test_a_world_of_one_communicates_for_nothing():
-    hop = AffineCost(alpha_seconds=1.0, beta_seconds_per_byte=1.0)
-    for cost in (hop.ring_all_reduce(1), hop.ring_all_gather(1)):
-        assert cost(1000) == 0
-
-
 @given(
     points=st.lists(
         st.tuples(st.integers(0, 10**9), st.floats(1e-6, 10)),

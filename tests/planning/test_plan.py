@@ -13,7 +13,6 @@ from gossipgrad.planning import (
     AffineCost,
     Merge,
     Method,
-    PiecewiseCost,
     Plan,
     Profile,
     _optimal,
@@ -150,25 +149,6 @@ def test_each_group_takes_the_method_that_suits_it():
     assert (by_tensor[1], by_tensor[3]) == ("sparse", "dense")
     again = replace(dense, name="again")
     assert plan([1], [1], [again, dense]).groups == (Merge(0, 1, "again"),)
-
-
-@pytest.mark.parametrize(
-    "cost",
-    [
-        np.vectorize(lambda n: 2.0 if n > 20 else 1.0),
-        lambda n: 1.5,  # the same for all
-        PiecewiseCost(sizes=(0.0, 20.0, 40.0), seconds=(1.0, 1.0, 3.0)),
-        lambda n: 0,
-    ],
-)
-def test_costs_are_any_function_of_size(cost):
-    backward, sizes = [1, 0, 2, 1, 1], [3, 1, 20, 5, 8]
-    methods = [
-        Method(name="any", select_seconds=cost, communicate_seconds=cost),
-        affine("affine", (0.0, 0.1), (2.0, 0.05)),
-    ]
-    found = plan(backward, sizes, methods)
-    assert found.finish_seconds == pytest.approx(least_of_all(backward, sizes, methods))
 
 
 def test_methods_cost_what_they_are_made_of():

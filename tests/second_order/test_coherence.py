@@ -244,17 +244,3 @@ def test_only_the_refreshes_that_are_due_are_sent():
 
     for share in on_ranks(2, rank_main):
         assert 0.1 < share < 0.25  # a third of refreshes, half of the units
-
-
-def test_a_sharing_that_is_closed_leaves_each_rank_its_own_roots():
-    def rank_main(rank, group, links):
-        model, optimizer = build(SOAP, Background(2, 1, fixed_delay=True))
-        sharing = share_roots(optimizer, **PATIENT, **links)
-        train(model, optimizer, 6, seed=rank)
-        sharing.close()
-        before = sharing.stats.computed
-        train(model, optimizer, 20, seed=rank)
-        optimizer.close()
-        return sharing.stats.computed == before and optimizer.refresh_stats.refreshes > 24
-
-    assert on_ranks(2, rank_main) == [True, True]

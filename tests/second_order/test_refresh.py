@@ -133,15 +133,6 @@ def test_a_state_goes_on_as_the_run_does_also_with_roots_on_their_way(refreshers
         refreshers(policy, 4).load_state_dict(state)
 
 
-def test_threads_end_with_the_refresher():
-    refresher = Refresher(Background(2, 1, workers=3), 1)
-    for step in range(5):
-        take_step(refresher, 1, step)
-    assert sum(t.name.startswith("gossipgrad-roots") for t in threading.enumerate()) == 3
-    del refresher
-    assert not any(t.name.startswith("gossipgrad-roots") for t in threading.enumerate())
-
-
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "make",

@@ -8,7 +8,6 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub, load_replica, replica_state
-from gossipgrad.report import Trace
 from support.ranks import run_ranks
 
 KINDS = [gg.SOAP, gg.KLShampoo, gg.Shampoo]
@@ -118,14 +117,3 @@ def test_the_mean_of_saved_replicas_has_the_mean_of_factors_and_orthogonal_bases
     basis = optimizer.state_dict()["state"][0]["left_basis.0"]
     torch.testing.assert_close(basis.mT @ basis, torch.eye(len(basis)), atol=1e-5, rtol=0)
     train(model, optimizer, 4, seed=3)
-
-
-def test_each_root_is_a_span_of_the_trace(tmp_path):
-    model = copy.deepcopy(MODEL)
-    optimizer = gg.SOAP(model, refresh=gg.Background(3, 1))
-    optimizer.recorder = trace = Trace(rank=0)
-    train(model, optimizer, 10, seed=0)
-    optimizer.state_dict()
-    optimizer.close()
-    spans = trace.save(tmp_path / "trace").read_text()
-    assert spans.count('"root"') >= optimizer.refresh_stats.refreshes > 6

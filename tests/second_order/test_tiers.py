@@ -3,9 +3,7 @@
 import os
 import random
 import signal
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -143,23 +141,6 @@ def test_without_room_anywhere_the_error_says_so_and_nothing_is_lost(stores):
             assert tensor.unique().item() == key
 
 
-def test_the_disk_tier_leaves_no_file_and_touches_no_other(stores, tmp_path):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "mine").write_text("kept")
-    store = stores(4000)
-    for key in range(3):
-        store.put(key, torch.full((1000,), float(key)))
-    assert store.stats.disk_bytes == 8000
-    for path in scratch.iterdir():  # whoever cleans the folder takes nothing from a run
-        assert path.name == "mine"
-    with store.use([0]) as (tensor,):
-        assert tensor.unique().item() == 0
-    store.close()
-    store.close()
-    assert [path.name for path in scratch.iterdir()] == ["mine"]
-
-
 def crash(rank, store, folder):
     made = Store(Tiers(4000, disk=folder), CPU)
     for key in range(3):
@@ -172,30 +153,6 @@ def crash(rank, store, folder):
 def test_a_crash_leaves_nothing_on_disk(tmp_path):
     assert run_processes(1, crash, str(tmp_path), may_die=(0,), grouped=False) == [None]
     assert not [*tmp_path.iterdir()]
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def grown_bytes(rank, store, folder):
-    """What the second of two tensors adds to the process, and the first when it is back."""
-    made = Store(Tiers(64 << 20, disk=folder), CPU)
-    made.put("a", torch.ones(16 << 20))
-    with_one = resident_bytes()
-    made.put("b", torch.ones(16 << 20))
-    grown = [resident_bytes() - with_one]
-    with made.use(["a"]) as (a,):
-        assert bool((a == 1).all())
-    return [*grown, resident_bytes() - with_one]
-
-
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_the_process_falls_by_what_goes_to_disk(tmp_path):
-    """In its own process: the heap of one that ran other tests has free room of its own."""
-    (grown,) = run_processes(1, grown_bytes, str(tmp_path), grouped=False)
-    assert max(grown) < 8 << 20
 
 
 @pytest.mark.usefixtures("unchecked_types")

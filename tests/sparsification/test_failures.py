@@ -8,7 +8,6 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.sparsification import _planner
-from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import assume_costs, on_ranks, same_weights, states_after
 from support.unchecked import types_unchecked
@@ -81,19 +80,6 @@ def test_sparse_gradients_are_refused_with_the_way_out():
             me.model(torch.tensor([1, 2])).sum().backward()
 
     on_ranks(use, "single", make=lambda: nn.Embedding(5, 3, sparse=True), together=False)
-
-
-def test_unequal_step_counts_end_without_a_hang():
-    def use(me):
-        for step in range(3 + me.rank):
-            try:
-                me.train()
-            except gg.GossipError:
-                assert step == 3
-                return
-        assert me.rank == 0
-
-    on_ranks(use, together=False)
 
 
 @pytest.mark.parametrize(("work", "failing"), [("measure_methods", 1), ("_computed", 0)])
@@ -229,22 +215,3 @@ def test_a_density_that_costs_accuracy_is_warned_of(density):
     with pytest.warns(UserWarning, match="density") as warned:
         on_ranks(lambda me: None, "single", density=density)
     assert len(warned) == 2  # one a rank
-
-
-def test_the_default_density_falls_by_steps_to_a_hundredth():
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
-            chosen = []
-            for rounds in (0, 1000):
-                state = session.state_dict()
-                state["session"]["counted"]["rounds"] = rounds
-                session.load_state_dict(state)
-                model(torch.ones(2, 6) + rank).sum().backward()
-                optimizer.step()
-                chosen.append(session.stats().groups[0].chosen)
-                group.barrier()
-            return chosen
-
-    assert run_ranks(2, rank_main) == [[83, 1]] * 2  # of 83, rounded up

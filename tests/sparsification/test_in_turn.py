@@ -1,6 +1,5 @@
 """Optimizers that step in turn, each with its own loss, as in a GAN."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,23 +59,3 @@ def test_each_with_a_session_of_its_own_gets_its_own_gradients():
     for place in range(2):
         carried, due = (sum(each[part][place] for each in told) / 2 for part in (2, 1))
         torch.testing.assert_close(told[0][0][place] + carried, due, rtol=1e-9, atol=1e-9)
-
-
-def layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def test_a_gradient_that_no_optimizer_of_a_session_has_is_warned_of_once():
-    def rank_main(rank, group):
-        model = layers()
-        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
-            for _ in range(3):
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-            session.group.barrier()
-
-    with pytest.warns(UserWarning, match=r"'0\.weight' .*requires_grad_\(False\)") as told:
-        run_ranks(2, rank_main)
-    assert len(told) == 2  # one a rank

@@ -20,21 +20,6 @@ def all_dropped(ranks: int) -> threading.Barrier:
     return threading.Barrier(ranks, action=gc.collect, timeout=HANG_SECONDS)
 
 
-def test_a_session_that_nobody_keeps_goes_on():
-    dropped = all_dropped(2)
-
-    def rank_main(rank, group):
-        model, optimizer = start(group)[:2]
-        dropped.wait()
-        for step in range(3):
-            backward_of(model, rank, step)
-            optimizer.step()
-        group.barrier()
-        return [p.detach().clone() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 def test_a_session_ends_with_its_model_and_optimizer():
     dropped = all_dropped(2)
 
@@ -120,24 +105,6 @@ def test_sessions_of_other_parameters_go_together_until_they_have_the_same():
             other.add_param_group({"params": [*model[0].parameters()]})
             with pytest.raises(ValueError, match=r"'0\.weight'"):
                 session.broadcast_()
-
-
-def test_a_session_that_failed_to_begin_or_that_nobody_kept_leaves_no_mark():
-    def rank_main(rank, group):
-        own = network()
-        with pytest.raises(gg.AgreementError) as kept:
-            start(group, model=own, density=0.1 + rank / 10)
-        with gg.sparsify(own, sgd(list(own.parameters()))):
-            return kept
-
-    run_ranks(2, rank_main)
-    model = network()
-    with pytest.raises(ValueError, match="density") as kept:
-        gg.sparsification.CommHook(model, density=0.0)
-    for begin in SECOND.values():
-        begin(model)
-    with SECOND["sparsify"](model):
-        del kept
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "in broadcast_"])

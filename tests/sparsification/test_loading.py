@@ -157,20 +157,6 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
     )
 
 
-def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
-    assume_costs(monkeypatch, sparse=1e-3)
-    settings = {"plan": "optimal", "methods": ("sparse",)}
-    dealt = deal_states(states_after(20, **settings), 3)
-
-    def use(me):
-        me.session.load_state_dict(dealt[me.rank])
-        assert me.session.plan is None
-        me.train(20)
-        assert me.session.plan is not None
-
-    on_ranks(use, world_size=3, make=another, **settings)
-
-
 @pytest.mark.parametrize("deals", [False, True])
 def test_statistics_of_batchnorm_stay_each_rank_s_own(deals):
     def make():

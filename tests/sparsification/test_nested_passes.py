@@ -82,19 +82,6 @@ def test_a_parameter_of_two_segments_is_refused_by_name_and_nobody_hangs():
     on_ranks(use, together=False)
 
 
-def test_a_pass_inside_a_hook_is_a_round_of_its_own():
-    def use(me):
-        other = me.model(batch_of(me.rank, 1)).sum()
-        out = me.model(batch_of(me.rank, 0))
-        out.register_hook(lambda grad: other.backward())
-        out.sum().backward()
-        me.optimizer.step()
-        assert me.session.stats().rounds == 2
-        return me.weights()
-
-    assert same_weights(on_ranks(use))
-
-
 def test_a_session_whose_pass_raised_lets_go_though_its_graph_is_kept():
     def fail(grad):
         raise ZeroDivisionError

@@ -233,20 +233,3 @@ def test_a_measured_plan_goes_on_after_a_resume_bit_for_bit(monkeypatch, more):
 
     states, steps, weights = zip(*on_ranks(first, **settings), strict=True)
     assert same_weights([*weights, *on_ranks(second, make=lambda: network(1), **settings)])
-
-
-@pytest.mark.parametrize("saved_at", [4, 14, 22])
-def test_a_state_from_before_the_decision_leads_to_a_plan(monkeypatch, saved_at):
-    """Also where training went on beside it, in memory."""
-    assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
-
-    def use(me):
-        me.train(saved_at)
-        state = me.session.state_dict()
-        me.train_until_decided()
-        me.session.load_state_dict(state)
-        me.train_until_decided()
-        return me.session.stats().compared_seconds
-
-    for compared in on_ranks(use, "optimal"):
-        assert "plan" in compared

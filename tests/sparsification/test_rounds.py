@@ -115,18 +115,6 @@ def test_parameters_without_a_gradient_count_as_zeros(plan, density):
         assert density < 1 or not left.any()
 
 
-def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
-    """Each rank has them in another order."""
-
-    def use(me):
-        order = (0, 1) if me.rank else (1, 0)
-        sum((1 + i) * me.model[i].sum() for i in order).backward()
-        return [p.grad.unique().tolist() for p in me.model]
-
-    make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(4)) for _ in range(2))  # noqa: E731
-    assert on_ranks(use, make=make, density=1.0) == [[[1.0], [2.0]]] * 2
-
-
 def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
     """By hand, and with all passes inside no_sync(): no optimizer steps with one rank's own."""
 
@@ -173,27 +161,6 @@ def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
         return me.weights()
 
     assert same_weights(on_ranks(use, optimizer=two, scales=True))
-
-
-def test_residuals_follow_the_scale_of_the_loss():
-    """Scales are powers of two: whatever they are, the weights are the same to the last bit."""
-
-    def run(scales):
-        def use(me):
-            for step in range(5):
-                me.optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(10 * step + me.rank)
-                me.scaled_backward(torch.randn(4, 6, generator=generator))
-                if scales is None:
-                    me.optimizer.step()
-                else:
-                    me.scaler.step(me.optimizer)
-                    me.scaler.update(scales[step])
-            return me.weights()
-
-        return on_ranks(use, scales=scales is not None)[0]
-
-    assert same_weights([run([4.0, 4.0, 1.0, 8.0, 0.5]), run(None)])
 
 
 def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():

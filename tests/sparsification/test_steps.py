@@ -6,14 +6,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gossipgrad as gg
 from support.replicas import network
-from support.sparse import backward_of, on_ranks, same_weights, states_after
+from support.sparse import on_ranks, same_weights
 
 WHOLE = {"plan": "single", "density": 1.0}
-
-
-def by_hand(me):
-    for p in me.model.parameters():
-        p.grad = torch.full_like(p, float(me.rank))
 
 
 def inside_no_sync(me):
@@ -36,15 +31,6 @@ def test_gradients_that_came_after_a_round_meet_before_the_step():
     told = on_ranks(use, **WHOLE)
     assert same_weights(told)
     assert [set(g.flatten().tolist()) for g in told[0]] == [{11.5}, {11.5}, {6.5}, {6.5}]
-
-
-def test_a_step_in_the_middle_of_a_backward_pass_is_refused():
-    def use(me):
-        me.model[0].weight.register_post_accumulate_grad_hook(lambda p: me.optimizer.step())
-        with pytest.raises(gg.GossipError):
-            me.backward()
-
-    on_ranks(use, density=1.0, together=False)
 
 
 def test_a_scaler_needs_the_last_pass_of_a_step_to_be_a_round():
@@ -144,28 +130,6 @@ def test_what_has_not_met_when_a_closure_returns_does_so_then():
     assert same_weights(on_ranks(use, **WHOLE))
 
 
-class Deaf(torch.optim.Optimizer):
-    """Takes a closure, as the signature demands, and does not call it."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        pass
-
-
-def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
-    def use(me):
-        me.backward()
-        me.optimizer.step(lambda: None)
-        inside_no_sync(me)
-        for _ in range(2):
-            with pytest.raises(gg.GossipError):
-                me.optimizer.step(lambda: None)
-
-    on_ranks(use, optimizer=Deaf, together=False, **WHOLE)
-
-
 def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
     """The other rank's `.grad` is to be divided by the scale, which this one has missed."""
     x = torch.ones(4, 6)
@@ -185,47 +149,6 @@ def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
     on_ranks(use, "single", density=0.1, scales=True, together=False)
 
 
-def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone_by():
-    def use(me):
-        me.scaled_backward(torch.full((4, 6), float("inf")))
-        me.scaled_step()
-        assert me.optimizer.state_dict()["state"] == {}
-        by_hand(me)
-        with pytest.raises(gg.GossipError):
-            me.optimizer.step()
-
-    on_ranks(use, scales=True, together=False, **WHOLE)
-
-
-def test_a_step_without_gradients_on_any_rank_sends_nothing():
-    """It goes by zeros, and nothing that is carried over is spent on it."""
-
-    def use(me):
-        me.train()
-        me.optimizer.zero_grad()
-        kept, before = me.carried(), me.weights()
-        me.optimizer.step()
-        now = me.carried()
-        assert all(torch.equal(kept[name], now[name]) for name in kept)
-        assert same_weights([before, me.weights()])
-
-    on_ranks(use, "single", density=0.1)
-
-
-@pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
-def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
-    states = states_after(3, **WHOLE)
-
-    def use(me):
-        me.session.load_state_dict(states[me.rank])
-        gradients(me)
-        me.optimizer.step()
-        assert me.session.stats().rounds == 4
-        return me.weights()
-
-    assert same_weights(on_ranks(use, **WHOLE))
-
-
 def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
     """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
 
@@ -241,27 +164,6 @@ def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
         return me.weights()
 
     assert same_weights(on_ranks(use, "single", density=0.1, scales=True))
-
-
-def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
-    def make():
-        model = network()
-        backward_of(model, 0, 0)
-        model.zero_grad(set_to_none=False)
-        model[0].requires_grad_(False)
-        return model
-
-    def use(me):
-        for step in range(2):
-            me.model(torch.ones(2, 6) + me.rank + step).square().mean().backward()
-            me.optimizer.step()
-            me.optimizer.zero_grad(set_to_none=False)
-        me.model[0].bias.grad.fill_(1.0)
-        with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias'"):
-            me.optimizer.step()
-        return me.weights()
-
-    assert same_weights(on_ranks(use, make=make, **WHOLE))
 
 
 @pytest.mark.parametrize("methods", [("sparse",), ("dense",), ("bf16",)])
@@ -313,16 +215,40 @@ def test_a_line_search_on_the_loss_of_one_rank_ends_the_session_and_on_their_mea
     on_ranks(alone, "single", together=False, **of)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_dense_round_sends_the_type_of_the_gradients(dtype):
+def by_hand(me):
+    for p in me.model.parameters():
+        p.grad = torch.full_like(p, float(me.rank))
+
+
+class Deaf(torch.optim.Optimizer):
+    """Takes a closure, as the signature demands, and does not call it."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
     def use(me):
-        me.train(2)
-        stats = me.session.stats()
-        numel = sum(p.numel() for p in me.model.parameters())
-        assert stats.bytes_sent == stats.all_reduce_bytes == 2 * numel * dtype.itemsize
-        return me.weights()
+        me.backward()
+        me.optimizer.step(lambda: None)
+        inside_no_sync(me)
+        for _ in range(2):
+            with pytest.raises(gg.GossipError):
+                me.optimizer.step(lambda: None)
 
-    def make():
-        return network().to(dtype)
+    on_ranks(use, optimizer=Deaf, together=False, **WHOLE)
 
-    assert same_weights(on_ranks(use, "single", methods=("dense",), make=make))
+
+def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone_by():
+    def use(me):
+        me.scaled_backward(torch.full((4, 6), float("inf")))
+        me.scaled_step()
+        assert me.optimizer.state_dict()["state"] == {}
+        by_hand(me)
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
+
+    on_ranks(use, scales=True, together=False, **WHOLE)
