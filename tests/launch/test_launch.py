@@ -56,6 +56,38 @@ os.write(1, f"rank {rank} has finished with {living}\\n".encode())
 """
 
 
+_JOINS = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+import gossipgrad as gg
+folder = pathlib.Path(sys.argv[1])
+address, joined = folder / "address", folder / "joined"
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+settings = {"mode": "stale", "topology": "matching"}
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    dist.init_process_group("gloo")
+    session = gg.gossip(model, optimizer, **settings)
+    if session.rank == 0:
+        address.write_text(session.join_address())
+else:
+    session = gg.join(model, optimizer, address.read_text(), **settings)
+while not joined.exists():
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+    if session.rank == 1 and address.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if session.rank == 2:
+        joined.touch()
+with session.consensus():
+    living = session.membership.living
+os.write(1, f"rank {session.rank} has finished with {living}\\n".encode())
+session.close()
+"""
+
+
 _ORPHAN = """
 import os, pathlib, sys, threading, time
 from gossipgrad.launch import Rendezvous, ensure_fork_server, launch
@@ -172,8 +204,46 @@ def test_a_gossip_session_survives_a_killed_worker(tmp_path: Path):
     code, out, errors = finish(start("--nproc", 3, script))
     assert (code, sorted(out.splitlines())) == (
         3,
-        [f"rank {rank} has finished with (0, 2)" for rank in (0, 2)],
+        [f"[rank {rank}] rank {rank} has finished with (0, 2)" for rank in (0, 2)],
     ), errors
+
+
+def test_a_killed_worker_comes_back_as_a_joiner(tmp_path: Path):
+    script = tmp_path / "joins.py"
+    script.write_text(textwrap.dedent(_JOINS))
+    code, out, errors = finish(start("--nproc", 2, "--respawn", 1, script, tmp_path))
+    assert (code, sorted(out.splitlines())) == (
+        0,
+        ["[rank 0] rank 0 has finished with (0, 2)", "[rank 1] rank 2 has finished with (0, 2)"],
+    ), errors
+
+
+def test_output_has_its_rank_or_goes_to_a_file_of_each_worker(tmp_path: Path):
+    script = tmp_path / "prints.py"
+    script.write_text("import os, sys; print('out'); sys.stderr.write(os.environ['RANK'])")
+    code, out, errors = finish(start("--nproc", 2, script))
+    assert (code, sorted(out.splitlines())) == (0, ["[rank 0] out", "[rank 1] out"])
+    assert sorted(errors.splitlines()) == ["[rank 0] 0", "[rank 1] 1"]
+    for _ in range(2):  # a second run replaces them
+        code, out, errors = finish(start("--nproc", 2, "--log-dir", tmp_path / "logs", script))
+        assert (code, out, errors) == (0, "", "")
+    logs = {log.name: sorted(log.read_text()) for log in (tmp_path / "logs").iterdir()}
+    assert logs == {f"rank{rank}.log": sorted(f"out\n{rank}") for rank in (0, 1)}
+
+
+def test_nproc_gpu_starts_a_worker_for_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    import torch
+
+    from gossipgrad.cli import main
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["launch", "--nproc", "gpu", str(script), str(tmp_path), "x,x"]) == 0
+    assert seen(tmp_path, 1)["WORLD_SIZE"] == "2"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["launch", "--nproc", "gpu", str(script)]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(script: Path, tmp_path: Path):

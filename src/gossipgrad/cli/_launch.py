@@ -29,8 +29,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see `gossipgrad launch --help`")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], *, prefix: bool = True) -> int:
     """Start the workers, wait for them; returns the exit code.
+
+    Args:
+        arguments: The command line.
+        prefix: Begin each line of several workers with its rank, if there is no --log-dir.
 
     Raises:
         ValueError: An argument is wrong; nothing was started.
@@ -47,7 +51,16 @@ def main(arguments: list[str]) -> int:
             f"--nodes is {nodes}, but there is no --rendezvous: give the address of node 0 and a "
             "free port there, such as 10.0.0.1:29500, the same on all nodes."
         )
-    command = _command(options)
+    command, log_dir = _command(options), options.log_dir
+    if log_dir is not None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for log in log_dir.glob("rank*.log"):
+                log.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to --log-dir {log_dir} ({error.strerror}): name another folder."
+            ) from error
     with Rendezvous(
         options.nproc,
         nodes=nodes,
@@ -59,6 +72,9 @@ def main(arguments: list[str]) -> int:
             command,
             rendezvous,
             grace_seconds=options.grace_seconds,
+            prefix=prefix and rendezvous.world_size > 1,
+            log_dir=log_dir,
+            respawn=options.respawn,
         )
         if launched.stopped_by is not None:
             rendezvous.close(wait=False)
@@ -74,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc", "--nproc-per-node", "--nproc_per_node", type=_count, required=True, metavar="N",
-        help="workers to start on this machine")  # fmt: skip
+    add("--nproc", "--nproc-per-node", "--nproc_per_node", type=_nproc, required=True, metavar="N",
+        help="workers to start on this machine; gpu: one for each of its GPUs")  # fmt: skip
     add("--nodes", "--nnodes", type=_count, default=1, metavar="N",
         help="machines, each with a launcher of its own (1)")  # fmt: skip
     add("--node-rank", "--node_rank", type=int, default=0, metavar="R",
@@ -86,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for the other nodes (600)")  # fmt: skip
     add("--grace-seconds", type=_seconds, default=30.0, metavar="S",
         help="from Ctrl-C to the end of workers that still run (30)")  # fmt: skip
+    add("--log-dir", "--log_dir", type=Path, metavar="DIR",
+        help="write what workers print to DIR/rankN.log; else each line has its rank")  # fmt: skip
+    add("--respawn", type=_natural, default=0, metavar="N",
+        help="start workers that fail again, N times in all, while others run: the script joins by "
+             "gg.join if TORCHELASTIC_RESTART_COUNT is not 0 (0)")  # fmt: skip
     add("-m", "--module", action="store_true", help="the script is a module, as python -m has it")
     add("script", help="the script, or module, to run")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -106,6 +127,20 @@ def _command(options: argparse.Namespace) -> list[str]:
     if found is None:
         raise ValueError(f"there is no module {options.script}; for a script leave -m out.")
     return [*start, "-m", options.script, *options.arguments]
+
+
+def _nproc(text: str) -> int:
+    if text != "gpu":
+        return _count(text)
+    import torch
+
+    if not (gpus := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError("gpu, but this machine has none that torch can use")
+    return gpus
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _count(text: str) -> int:

@@ -12,6 +12,7 @@ import tyro
 
 from gossipgrad.train import (
     DEFAULT_LR,
+    DEFAULT_NPROC,
     STRATEGIES,
     JoinConfig,
     JoinOutcome,
@@ -25,6 +26,8 @@ from gossipgrad.train import (
     sections_of,
     show_metric,
 )
+
+from . import _launch
 
 # What a worker that joins may have otherwise than the run.
 _OF_A_JOINER = ("device", "data-dir", "threads", "quiet")
@@ -56,6 +59,13 @@ class TrainOptions(TrainConfig):
     """Join the run of this folder, which is training, with one more worker: start the command once
     for each. Beside it there are --device, --data-dir, --threads and --quiet; all else is the
     run's."""
+    nodes: int = 1
+    """Machines; start the command on each. The folder of the run must be the same on all."""
+    node_rank: int = 0
+    """Which of the machines this is, from 0."""
+    rendezvous: str | None = None
+    """Where the workers of all machines meet: HOST:PORT, an address of machine 0 that the others
+    reach and a free port. Given on one machine alone, workers of others can join its run."""
     strategy: Annotated[str, _STRATEGY] = "gossip"
     options: Annotated[dict[str, Any], tyro.conf.arg(name="")] = field(default_factory=dict)
 
@@ -67,6 +77,8 @@ def main(arguments: list[str]) -> int:
         if not joining.quiet:
             print_joined(joined)
         return joined.exit_code
+    if (launched := on_several_machines(arguments)) is not None:
+        return _launch.main(launched, prefix=False)
     config = parse(arguments)
     outcome = run(config, show_config=not config.quiet)
     if not config.quiet:
@@ -114,6 +126,35 @@ def parse(arguments: list[str]) -> TrainConfig:
     return TrainConfig(**_values(chosen))
 
 
+def on_several_machines(arguments: list[str]) -> list[str] | None:
+    """What `gossipgrad launch` is given for a run over several machines; None for one on this.
+
+    Raises:
+        ValueError: An option is not allowed.
+    """
+    given = _Parser(add_help=False, allow_abbrev=False)
+    for name in ("--nodes", "--node-rank", "--rendezvous", "--nproc"):
+        given.add_argument(name, f"--{name[2:].replace('-', '_')}")
+    found, rest = given.parse_known_args(arguments)
+    if not (found.nodes or found.node_rank or found.rendezvous) or {"-h", "--help"} & {*arguments}:
+        return None
+    if find_world(os.environ) is not None:
+        raise ValueError(
+            "--nodes, --node-rank and --rendezvous start workers, and this process is one that "
+            "torchrun or Slurm has started: leave them out."
+        )
+    config = parse(rest)  # says what is wrong before a process is started
+    options = {"nproc": found.nproc or config.nproc or DEFAULT_NPROC, "nodes": found.nodes}
+    options |= {"node-rank": found.node_rank, "rendezvous": found.rendezvous}
+    words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
+    return [*words, "-m", "gossipgrad", "train", *rest]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyrefly: ignore[bad-override]
+        raise ValueError(f"{message}; see `gossipgrad train --help`")
+
+
 def parse_join(arguments: list[str]) -> JoinConfig | None:
     """What a command line with `--join` means, None for one without.
 
@@ -131,7 +172,7 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
             f"--join is given {len(runs)} times ({', '.join(runs)}), but workers join one run: "
             "start the command once for each."
         )
-    known = {*_names(TrainConfig), *_sections_by_name()}
+    known = {*_names(TrainOptions), *_sections_by_name()} - {"config", "join"}
     sections = [section.replace("_", "-") for section in options_by_section()]
     for name in names:
         if name in ("--config", "--resume", "--resume-step"):

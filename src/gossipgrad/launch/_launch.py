@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from gossipgrad.comm import interface_towards
@@ -55,6 +56,9 @@ def launch(
     supervise: Callable[[Sequence[Worker]], None] = lambda workers: None,
     show: bool = True,
     describe: Callable[[Exit], str | None] = lambda end: end.cause,
+    prefix: bool = False,
+    log_dir: Path | None = None,
+    respawn: int = 0,
 ) -> Launched:
     """Run a command in this node's processes with torchrun's environment, until each has ended.
 
@@ -72,6 +76,11 @@ def launch(
         supervise: Called 20 times a second with the workers, which it may signal or kill.
         show: Whether to show the workers' standard error, and failures.
         describe: Returns the description of a failed worker, to follow "rank 3"; None: nothing.
+        prefix: Begin each line of what a program prints with its rank.
+        log_dir: Folder for rank0.log, rank1.log and so on, which get what programs print, behind
+            what is there; None: that is shown.
+        respawn: How many times a worker that failed is started again while others run. The program
+            then finds `TORCHELASTIC_RESTART_COUNT` above 0, and has to join the run by `gg.join`.
 
     Returns:
         How the workers ended.
@@ -80,18 +89,29 @@ def launch(
         GossipError: A process could not be started; none is left then.
     """
     workers: list[Worker] = []
+    spare = respawn
     caught: list[signal.Signals] = []
     stop_seconds: float | None = None
     with _catch_signals(caught):
         try:
             base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
+
+            def start(local_rank: int) -> Worker:
+                rank = rendezvous.first_rank + local_rank
+                count = {"TORCHELASTIC_RESTART_COUNT": str(respawn - spare)}
+                return Worker(
+                    command,
+                    base | _environment(rendezvous, local_rank) | count,
+                    rank,
+                    show=show,
+                    prefix=f"[rank {rank}] " if prefix else "",
+                    log=None if log_dir is None else log_dir / f"rank{rank}.log",
+                )
+
             for local_rank in range(rendezvous.nproc):
                 if caught:
                     break
-                rank = rendezvous.first_rank + local_rank
-                workers.append(
-                    Worker(command, base | _environment(rendezvous, local_rank), rank, show=show)
-                )
+                workers.append(start(local_rank))
             while running := [worker for worker in workers if worker.exit is None]:
                 if caught and stop_seconds is None:
                     stop_seconds = time.monotonic()
@@ -104,8 +124,14 @@ def launch(
                 for worker in running:
                     if (end := worker.poll()) is not None and end.code and not caught and show:
                         left = sum(other.poll() is None for other in workers)
+                        comes_again = bool(spare and left)
                         if (what := describe(end)) is not None:
-                            _print(f"rank {end.rank} {what}{_going_on(left)}")
+                            again = "; it is started again, to join" * comes_again
+                            _print(f"rank {end.rank} {what}{_going_on(left)}{again}")
+                        if comes_again:
+                            spare -= 1
+                            local_rank = end.rank - rendezvous.first_rank
+                            workers[local_rank] = start(local_rank)
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise GossipError(f"a worker could not be started: {error}") from error
@@ -132,7 +158,6 @@ def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
         "MASTER_ADDR": rendezvous.host,
         "MASTER_PORT": rendezvous.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": "gossipgrad",
     }
@@ -144,9 +169,13 @@ def _defaults(rendezvous: Rendezvous) -> dict[str, str]:
     # One compute thread per worker, like torchrun. Gloo listens on loopback, or where the machine
     # reaches the store; by default at the address of the host's name, which may be loopback too.
     threads = {"OMP_NUM_THREADS": "1"} if rendezvous.nproc > 1 else {}
-    interface = "lo" if rendezvous.nodes == 1 else interface_towards(rendezvous.host)
+    is_local = rendezvous.host in ("localhost", "::1") or rendezvous.host.startswith("127.")
+    interface = "lo" if is_local else interface_towards(rendezvous.host)
     is_known = interface is not None and sys.platform == "linux"
-    return threads | ({"GLOO_SOCKET_IFNAME": interface} if is_known else {})
+    found = threads | ({"GLOO_SOCKET_IFNAME": interface} if is_known else {})
+    if rendezvous.nodes == 1 and not is_local:  # joiners of other machines have to reach the links
+        found["GOSSIPGRAD_BIND"] = rendezvous.host
+    return found
 
 
 @contextmanager

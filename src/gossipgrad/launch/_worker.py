@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TextIO
 
 from ._fork_server import ForkedProcess
 
@@ -67,23 +69,33 @@ Command = Sequence[str] | Callable[[], object]
 class Worker:
     """A process in its own session, so that Ctrl-C in a terminal reaches only the launcher.
 
-    Its standard error goes to that of the launcher, and the end of it is kept.
+    Its output goes to that of the launcher or to a file, and the end of its standard error is kept.
 
     Args:
         command: A program with its arguments, or a function that the fork server has loaded.
         environ: Its environment.
         rank: Its rank.
         show: Whether to show its standard error.
+        prefix: Begins each line of what a program prints.
+        log: File for what a program prints, which is appended to; None: that is shown.
 
     Raises:
         OSError: The process cannot be started.
     """
 
     def __init__(
-        self, command: Command, environ: Mapping[str, str], rank: int, *, show: bool = True
+        self,
+        command: Command,
+        environ: Mapping[str, str],
+        rank: int,
+        *,
+        show: bool = True,
+        prefix: str = "",
+        log: Path | None = None,
     ) -> None:
         self.rank = rank
-        self._show = show
+        self._show, self._prefix = show, prefix
+        self._log = None if log is None else log.open("ab", buffering=0)
         self.exit: Exit | None = None
         self._tail = b""
         if callable(command):
@@ -94,11 +106,13 @@ class Worker:
                 [*boot, *command],
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if prefix or log else None,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._forward, daemon=True)
-        self._reader.start()
+        self._readers = [self._read(self._process.stderr, sys.stderr, self._keep)]
+        if isinstance(self._process, subprocess.Popen) and self._process.stdout is not None:
+            self._readers.append(self._read(self._process.stdout, sys.stdout))
 
     @property
     def pid(self) -> int:
@@ -108,7 +122,8 @@ class Worker:
     def poll(self) -> Exit | None:
         """How it ended, None if it runs."""
         if self.exit is None and (code := self._process.poll()) is not None:
-            self._reader.join(_DRAIN_SECONDS)
+            for reader in self._readers:
+                reader.join(_DRAIN_SECONDS)
             # torch starts each line with [rankN] if there is a process group.
             text = self._tail.decode(errors="replace")
             text = re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
@@ -129,14 +144,39 @@ class Worker:
             self._process.wait()
         self.poll()
 
-    def _forward(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as pipe:
-            while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
-                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-                if self._show:
-                    sys.stderr.write(chunk.decode(errors="replace"))
-                    sys.stderr.flush()
+    def _keep(self, chunk: bytes) -> None:
+        self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+
+    def _read(
+        self,
+        pipe: IO[bytes] | None,
+        stream: TextIO,
+        keep: Callable[[bytes], None] = lambda chunk: None,
+    ) -> threading.Thread:
+        assert pipe is not None
+
+        def forward() -> None:
+            rest = b""  # of a line, which others would break
+            with pipe:
+                while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
+                    keep(chunk)
+                    if self._prefix and self._log is None:
+                        *lines, rest = re.split(rb"(?<=[\n\r])", rest + chunk)
+                        chunk = b"".join(self._prefix.encode() + line for line in lines)
+                    self._write(chunk, stream)
+            if rest:
+                self._write(self._prefix.encode() + rest + b"\n", stream)
+
+        thread = threading.Thread(target=forward, daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self, chunk: bytes, stream: TextIO) -> None:
+        if self._log is not None:
+            self._log.write(chunk)
+        elif self._show:
+            stream.write(chunk.decode(errors="replace"))
+            stream.flush()
 
 
 def _last_line(traceback: str) -> str | None:

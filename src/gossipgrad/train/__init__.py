@@ -16,6 +16,7 @@ from ._progress import show_metric as show_metric
 from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
+from ._run import DEFAULT_NPROC as DEFAULT_NPROC
 from ._run import run as run
 from ._second_order import SecondOrderConfig as SecondOrderConfig
 from ._tasks import load_job as load_job

@@ -181,7 +181,7 @@ def make_batches(
         deal_anew = not config.needs_every_rank and session is not None and session.world_size > 1
         common = {
             "samples": samples,
-            "batch_size": config.batch_size,
+            "batch_size": config.step_samples,
             "world_size": world_size,
             "seed": config.seed,
             "threads": threads,
@@ -200,7 +200,7 @@ def make_batches(
         return ShardBatches(
             samples=samples,
             shard=shard,
-            batch_size=config.batch_size,
+            batch_size=config.step_samples,
             rank=rank,
             seed=config.seed,
             threads=threads,
@@ -209,7 +209,7 @@ def make_batches(
     return RingBatches(
         samples,
         shard,
-        batch_size=config.batch_size,
+        batch_size=config.step_samples,
         seed=config.seed,
         group=None if groups is None else groups("ring"),
         encrypt=config.encrypt or None,

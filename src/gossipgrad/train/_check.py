@@ -64,10 +64,16 @@ def check(config: TrainConfig, world_size: int) -> None:
         if job.optimizer is not None:
             _warn_of_own_optimizer(config)
     _warn_of_idle_muon(config, optimizers)
-    epoch_batches = num_batches(num_samples // world_size, config.batch_size)
+    epoch_batches = num_batches(num_samples // world_size, config.step_samples)
     if job is not None:
-        epoch_batches = job.epoch_batches(config.batch_size, world_size)
-    steps = config.epochs * epoch_batches
+        epoch_batches = job.epoch_batches(config.step_samples, world_size)
+    steps = config.total_steps(epoch_batches)
+    if config.max_steps is not None and config.max_steps > steps:
+        warnings.warn(
+            f"max_steps={config.max_steps} is not reached: {config.epochs} epochs have {steps} "
+            "steps; give more --epochs.",
+            stacklevel=2,
+        )
     setting = setting_of(config, job, world_size, total_steps=steps)
     config.traits.check(config.strategy_options, setting)
     if num_samples < world_size:

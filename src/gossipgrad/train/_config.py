@@ -64,8 +64,20 @@ class TrainConfig:
     preconditioned by second-order statistics, AdamW for embeddings, biases and norms."""
     epochs: int = 20
     """Passes over the training part, each rank over its share."""
+    max_steps: int | None = None
+    """End the run after so many steps, if that is before the end of the epochs; the learning rate
+    falls by then."""
     batch_size: int = 16
-    """Samples a step on each rank."""
+    """Samples of a pass on each rank; a step has one pass, or `accumulate`."""
+    accumulate: int = 1
+    """Passes a step, whose mean gradient it takes. With Job.train_loader each of its batches is
+    divided into so many."""
+    clip_norm: float | None = None
+    """Scale the gradients of a step down to this norm, of all parameters together, where it is
+    above; None: they stay."""
+    amp: Literal["bfloat16"] | None = None
+    """Run forward passes and losses of training under autocast to this type; weights, exchanges
+    and evaluations keep full precision. None: all does."""
     lr: float | None = None
     """Learning rate, of one rank; None: 0.1 for sgd, 0.003 for soap and kl-shampoo, else 0.001."""
     lr_rule: LrRule = "none"
@@ -136,6 +148,11 @@ class TrainConfig:
     may be given for how far it goes, and for what changes no figure."""
     resume_step: int | None = None
     """Resume from the checkpoint of this step, and remove those after it; None: the newest."""
+    evaluate_every: int | None = None
+    """Evaluate after so many steps, too; None: at the end of each epoch alone."""
+    keep_best: Literal["highest", "lowest"] | None = None
+    """Keep the model of the evaluation with the highest (or lowest) metric, too, in
+    DIR/best.safetensors. None: the last one alone."""
     log_every: int = 10
     """Steps between two lines of the metrics files."""
     trace: int = 50
@@ -161,6 +178,7 @@ class TrainConfig:
             1,
             *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
             *("threads", "checkpoint_every", "keep_checkpoints"),
+            *("max_steps", "accumulate", "evaluate_every"),
         )
         times = ("start_seconds",)
         counts = ("seed", "trace", "data_threads", "warmup_epochs")
@@ -172,7 +190,7 @@ class TrainConfig:
             lambda value: value <= _MOST_THREADS,
             *("threads", "data_threads"),
         )
-        positive = ("lr", "lost_after_seconds")
+        positive = ("lr", "lost_after_seconds", "clip_norm")
         check_rule(self, "above 0 and finite", lambda value: 0 < value < math.inf, *positive)
         shares = ("lr_gamma", "apoptosis")
         check_rule(self, "above 0 and below 1", lambda value: 0 < value < 1, *shares)
@@ -218,6 +236,16 @@ class TrainConfig:
     @property
     def _step_epochs(self) -> int:
         return self.lr_step_epochs or math.ceil(self.epochs / 3)
+
+    @property
+    def step_samples(self) -> int:
+        """Samples a step on each rank."""
+        return self.batch_size * self.accumulate
+
+    def total_steps(self, epoch_batches: int) -> int:
+        """Steps of a rank in a run whose epochs have so many batches."""
+        steps = self.epochs * epoch_batches
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
     def batch_threads(self) -> int:

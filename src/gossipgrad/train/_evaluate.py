@@ -1,7 +1,7 @@
 """The metric of the test part, alone or shared out over the ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gossipgrad.checkpoint import model_tensors
 from gossipgrad.data import made_ahead, shard_bounds
 
 from ._job import Job, tensors_of, to_device
@@ -35,7 +36,8 @@ class Evaluation:
     final: bool
     """Whether this was the last one: a rank asked for that, here or elsewhere."""
     weights: dict[str, Tensor]
-    """What `checkpoint.model_tensors` gave for the evaluated model if final; empty otherwise."""
+    """What `checkpoint.model_tensors` gave for the evaluated model if it is final or the best;
+    empty otherwise."""
     disagreement: float | None = None
     """How far the replicas' predictions are apart, where it was measured."""
 
@@ -52,6 +54,7 @@ class TestPart:
 
     Attributes:
         metric: Its name and format, for files.
+        is_best: Whether the model of an evaluation with such a metric is kept, too.
     """
 
     __test__ = False  # no test case, whatever its name
@@ -69,6 +72,11 @@ class TestPart:
         self.metric = {"metric_name": job.metric_name, "metric_format": job.metric_format}
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._device = device or torch.device("cpu")
+        self.is_best: Callable[[float], bool] = lambda accuracy: False
+
+    def weights(self, model: nn.Module, accuracy: float, *, final: bool) -> dict[str, Tensor]:
+        """A copy of the evaluated model, if it is needed."""
+        return model_tensors(model) if final or self.is_best(accuracy) else {}
 
     @property
     def batch_size(self) -> int:

@@ -270,6 +270,31 @@ def to_device(x: Any, device: torch.device) -> Any:
     return x
 
 
+def split_batch(x: Any, y: Tensor, parts: int) -> list[tuple[Any, Tensor]]:
+    """A batch in at most so many parts of two samples or more, which BatchNorm needs."""
+    parts = max(1, min(parts, len(y) // 2))
+    if parts == 1:
+        return [(x, y)]
+    sizes = [len(chunk) for chunk in y.tensor_split(parts)]
+    return list(zip(_split(x, sizes), y.split(sizes), strict=True))
+
+
+def _split(x: Any, sizes: list[int]) -> list[Any]:
+    if isinstance(x, Tensor) and x.ndim and len(x) == sum(sizes):
+        return list(x.split(sizes))
+    if isinstance(x, dict):
+        split = [_split(value, sizes) for value in x.values()]
+        return [dict(zip(x, part, strict=True)) for part in zip(*split, strict=True)]
+    if isinstance(x, tuple | list):
+        split = zip(*(_split(value, sizes) for value in x), strict=True)
+        is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+        return [type(x)(*part) if is_named else type(x)(part) for part in split]
+    raise JobError(
+        f"inputs hold {_shape(x)} in a batch of {sum(sizes)} samples, which --accumulate cannot "
+        "divide: give tensors of that length, or leave --accumulate out."
+    )
+
+
 def tensors_of(x: Any) -> list[Tensor]:
     """All tensors of inputs."""
     if isinstance(x, Tensor):

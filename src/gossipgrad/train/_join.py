@@ -274,6 +274,7 @@ class RunJoiner:
             "steps": self.begun_step,
             "epochs": epoch,
             "position": carried["position"],
+            "best": carried["best"],
             "seconds": carried["seconds"],
             "offset": None,
             "counted_from": self.begun_step,

@@ -12,7 +12,8 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 # All that a run leaves in its folder, but for its lock and its checkpoints.
 _FILES = re.compile(
     r"""(config|summary)\.json(\.partial)?
-    | model\.safetensors | trace\.json | report\.html | invitation\.(json|partial)
+    | (model|best)\.safetensors(\.partial)? | trace\.json | report\.html
+    | invitation\.(json|partial)
     | (former/)?metrics-rank\d+(-\d+)?\.jsonl
     | errors-(rank|join)\d+\.txt
     | evicted-rank\d+(-\d+)?\.safetensors
@@ -30,6 +31,7 @@ class RunDir:
         config: All options.
         summary: Figures of the whole run.
         model: The exported weights.
+        best: Those of the best evaluation, where they are kept.
         trace: Spans of all ranks as a Chrome trace.
         report: The page to open.
         checkpoints: Checkpoints of all ranks.
@@ -45,6 +47,7 @@ class RunDir:
         self.config = path / "config.json"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
+        self.best = path / "best.safetensors"
         self.trace = path / "trace.json"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"

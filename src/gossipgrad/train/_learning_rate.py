@@ -52,7 +52,9 @@ class LearningRate:
         powers = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
         return self.base * self.sharing_ranks ** powers[self.rule]
 
-    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
+    def factor(
+        self, step: int, *, steps_per_epoch: int, epochs: int, max_steps: int | None = None
+    ) -> float:
         """The share of `peak` in a step, counted from 0."""
         warmup = self.warmup_epochs * steps_per_epoch
         if step < warmup:
@@ -62,7 +64,8 @@ class LearningRate:
         if self.schedule == "step":
             return self.gamma ** (step // steps_per_epoch // self.step_epochs)
         # In mode stale the last rounds of a run may lie beyond it.
-        done = min(1.0, (step - warmup) / (epochs * steps_per_epoch - warmup))
+        steps = min(epochs * steps_per_epoch, max_steps or math.inf)
+        done = min(1.0, (step - warmup) / (steps - warmup)) if steps > warmup else 1.0
         return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     @property

@@ -3,22 +3,25 @@
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gossipgrad.checkpoint import write_safetensors
 from gossipgrad.data import ElasticBatches
 
 from ._batches import Batches, RingBatches
 from ._checkpoints import Checkpoints, LoopState
 from ._evaluate import Evaluation, TestPart
-from ._job import to_device
+from ._job import split_batch, to_device
 from ._metrics import Event, Metrics
 from ._result import DivergedError
 from ._spans import StepSpans
@@ -92,6 +95,52 @@ class RunPosition:
 _PROGRESS_SECONDS = 0.1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """What a step does beside one forward and one backward pass."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    amp: bool = False
+
+
+class Best:
+    """The best evaluation, whose model the lowest living rank writes.
+
+    Attributes:
+        found: Its accuracy, epoch and step; None before the first.
+    """
+
+    def __init__(self, path: Path, keeps: Literal["highest", "lowest"], *, rank: int) -> None:
+        self._path, self._sign, self._rank = path, 1 if keeps == "highest" else -1, rank
+        self.found: dict[str, Any] | None = None
+
+    def is_best(self, accuracy: float) -> bool:
+        """Whether a metric is better than all before; NaN is not."""
+        if self.found is None:
+            return not math.isnan(accuracy)
+        return self._sign * accuracy > self._sign * self.found["accuracy"]
+
+    def take(
+        self, evaluation: Evaluation, living: Sequence[int] | None, **when: float
+    ) -> str | None:
+        """Write the model if it is the best so far; why it could not be, if so."""
+        if not self.is_best(evaluation.accuracy):
+            return None
+        self.found = {"accuracy": evaluation.accuracy, **when}
+        if self._rank != min(living or [0]):
+            return None
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        try:
+            write_safetensors(partial, evaluation.weights, {"format": "pt"})
+            partial.replace(self._path)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            return f"{self._path} could not be written: {error.strerror}"
+        return None
+
+
 @dataclass(kw_only=True)
 class Loop:
     """Trains for some epochs and evaluates after each; a loss that is not finite ends it.
@@ -111,6 +160,10 @@ class Loop:
         test: The test part.
         device: Where the model is.
         epochs: How many passes.
+        total_steps: Steps of the run, which ends after them in the middle of an epoch, too.
+        passes: How a step is made.
+        evaluate_every: Steps between evaluations beside those of the epochs.
+        best: Keeps the model of the best evaluation.
         log_every: Steps between two step events in the metrics.
         metrics: Where figures are counted and written.
         spans: Where spans of time go.
@@ -130,6 +183,7 @@ class Loop:
     test: TestPart
     device: torch.device
     epochs: int
+    total_steps: int
     log_every: int
     metrics: Metrics
     spans: StepSpans
@@ -138,8 +192,13 @@ class Loop:
     checkpoints: Checkpoints
     loop_state: LoopState | None = None
     widths: Callable[[], dict[str, int]] | None = None
+    passes: Passes = field(default_factory=Passes)
+    evaluate_every: int | None = None
+    best: Best | None = None
+    _evaluated: int = 0
     _epoch: int = 0
     _batch: int = 0
+    _last: Evaluation | None = None
     _last_progress: float = 0.0
     _last_loss: float = math.nan
     _unread: list[tuple[int, Tensor, int]] = field(default_factory=list)
@@ -149,11 +208,19 @@ class Loop:
         first, batch = (
             (0, 0) if self.loop_state is None else (self.loop_state.epoch, self.loop_state.batch)
         )
+        if self.best is not None:
+            self.test.is_best = self.best.is_best
+            if self.loop_state is not None:
+                self.best.found = self.loop_state.metrics.get("best")
+        self._evaluated = self._evaluations()
         for epoch in range(first, self.epochs):
             finished = self._train_epoch(epoch, batch if epoch == first else 0)
             # Before an evaluation, which a run that is resumed here has not made.
             loop_state = self._loop_state(epoch)
-            evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
+            evaluation = self._last
+            if evaluation is None:
+                is_last = not finished or epoch + 1 == self.epochs or self._is_over()
+                evaluation = self._evaluate(epoch, final=is_last)
             if finished:
                 self.metrics.epochs += 1
                 self._batch = 0
@@ -175,6 +242,8 @@ class Loop:
         self.position.begin_epoch(epoch)
         batches = self.batches.epoch(epoch, start_batch=batch)
         while not self.position.is_over(self.metrics.steps):
+            if self._last is not None or self._is_over():
+                return False
             step = self.metrics.steps + 1
             if self.strategy.should_stop(step, is_asked=self.stop.is_set()):
                 return False
@@ -193,9 +262,28 @@ class Loop:
             self.metrics.count_step(len(y), step_seconds)
             self._log(epoch, step_seconds)
             self._batch += 1
+            self._evaluate_within(epoch)
             self.checkpoints.after_step(self.metrics.steps, partial(self._loop_state, epoch))
         self.position.end_epoch(self.metrics.steps)
         return True
+
+    def _is_over(self) -> bool:
+        return self.position.at(self.metrics.steps) >= self.total_steps
+
+    def _evaluations(self) -> int:
+        """How many evaluations of `evaluate_every` were due so far."""
+        return self.position.at(self.metrics.steps) // (self.evaluate_every or self.total_steps)
+
+    def _evaluate_within(self, epoch: int) -> None:
+        """Evaluate in the middle of an epoch, if that is due."""
+        if self.evaluate_every is None or (due := self._evaluations()) == self._evaluated:
+            return
+        self._evaluated, step = due, due * self.evaluate_every
+        done = step / len(self.batches)
+        if done < epoch + 1 and step < self.total_steps:  # these ends have one
+            evaluation = self._evaluate(done, final=False)
+            if evaluation is not None and evaluation.final:  # another rank stops
+                self._last = evaluation
 
     def _read_losses(self) -> None:
         """Count the losses of the last steps; on a GPU that waits for all its work.
@@ -222,6 +310,7 @@ class Loop:
             "epoch": self._epoch,
             "position": self.position.at(self.metrics.steps),
             "seconds": self.metrics.seconds,
+            "best": self.best and self.best.found,
             "strategy": self.strategy.state_dict(),
             "checkpoints": self.checkpoints.carried(),
         }
@@ -230,6 +319,7 @@ class Loop:
         self._read_losses()
         metrics = self.metrics.state(epoch_batches=len(self.batches))
         metrics["position"] = self.position.at(self.metrics.steps)
+        metrics["best"] = self.best and self.best.found
         batch = self.position.batch(epoch, self._batch)
         return LoopState(epoch=epoch, batch=batch, metrics=metrics)
 
@@ -244,12 +334,17 @@ class Loop:
 
     def _step(self, x: Any, y: Tensor, step: int) -> Tensor:
         self.strategy.begin_step()
-        with self.spans.measure("forward", step):
-            outputs = self.strategy.forward(to_device(x, self.device))
-            loss = self.criterion(outputs, y.to(self.device))
-        with self.spans.measure("backward", step):
-            self.strategy.backward(loss)
+        *parts, last = split_batch(x, y, self.passes.accumulate)
+        losses = []
+        for inputs, targets in parts:
+            with self.strategy.no_sync():
+                losses.append(self._pass(inputs, targets, step, share=len(targets) / len(y)))
+        losses.append(self._pass(*last, step, share=len(last[1]) / len(y)))
         with self.spans.measure("optimizer", step):
+            if self.passes.clip_norm is not None:
+                groups = (group for one in self.optimizers for group in one.param_groups)
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, self.passes.clip_norm)
             for optimizer in self.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers:
@@ -258,6 +353,17 @@ class Loop:
                 scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _pass(self, x: Any, y: Tensor, step: int, *, share: float) -> Tensor:
+        """One forward and backward pass of a step, for its share of the samples."""
+        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=self.passes.amp)
+        with self.spans.measure("forward", step), amp:
+            outputs = self.strategy.forward(to_device(x, self.device))
+            loss = self.criterion(outputs, y.to(self.device))
+            loss = loss if share == 1 else loss * share
+        with self.spans.measure("backward", step):
+            self.strategy.backward(loss)
         return loss.detach().reshape(())
 
     def _log(self, epoch: int, step_seconds: float) -> None:
@@ -302,13 +408,20 @@ class Loop:
     def _tell(self, event: Event) -> None:
         self.emit({**event, "living": self.strategy.living})
 
-    def _evaluate(self, epoch: int, *, final: bool) -> Evaluation | None:
+    def _evaluate(self, epoch: float, *, final: bool) -> Evaluation | None:
+        """Evaluate in or at the end of an epoch: a number of epochs that are over, or its index."""
         metrics = self.metrics
         self._read_losses()
+        done = epoch if isinstance(epoch, float) else epoch + 1
         with self.spans.measure("evaluate", metrics.steps):
-            evaluation = self.strategy.evaluate(self.test, epoch=epoch, final=final)
+            evaluation = self.strategy.evaluate(self.test, epoch=done, final=final)
         if evaluation is None or not metrics.epoch_samples:
             return evaluation
+        if self.best is not None and (evaluation.is_consensus or not self.strategy.meets):
+            step = self.position.at(metrics.steps)
+            why = self.best.take(evaluation, self.strategy.living, epoch=done, step=step)
+            if why is not None:
+                self.emit({"event": "checkpoint", "text": why})
         event = metrics.write(
             "epoch",
             epoch=epoch,

@@ -132,12 +132,19 @@ def notes_on_muon(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def make_schedulers(
-    rate: LearningRate, optimizers: Sequence[Optimizer], *, steps_per_epoch: int, epochs: int
+    rate: LearningRate,
+    optimizers: Sequence[Optimizer],
+    *,
+    steps_per_epoch: int,
+    epochs: int,
+    max_steps: int | None = None,
 ) -> list[LRScheduler]:
     """One scheduler an optimizer; each sets the learning rate step by step."""
 
     def factor(step: int) -> float:
-        return rate.factor(step, steps_per_epoch=steps_per_epoch, epochs=epochs)
+        return rate.factor(
+            step, steps_per_epoch=steps_per_epoch, epochs=epochs, max_steps=max_steps
+        )
 
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 

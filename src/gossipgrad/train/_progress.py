@@ -95,8 +95,10 @@ class Progress:
 
     def _show_epoch(self, event: Event) -> None:
         self._accuracy = show_metric(event)
+        is_within = isinstance(event["epoch"], float)  # the share of epochs that is over
+        done = f"{event['epoch']:.3g}" if is_within else event["epoch"] + 1
         parts = [
-            f"epoch {event['epoch'] + 1}/{self._epochs}",
+            f"epoch {done}/{self._epochs}",
             *_loss(event),
             self._accuracy,
         ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from ._invitation import invite, withdraw
 from ._job import Job, JobError
 from ._layout import RunDir
 from ._loggers import open_loggers
-from ._loop import Loop, RunPosition
+from ._loop import Best, Loop, Passes, RunPosition
 from ._metrics import Event, Metrics
 from ._optimizers import make_optimizers, make_schedulers, notes_on_muon, set_step
 from ._random_state import seed_rank
@@ -129,6 +129,16 @@ def train_rank(
                 test=one.test,
                 device=one.device,
                 epochs=config.epochs,
+                total_steps=one.total_steps,
+                passes=Passes(
+                    accumulate=config.accumulate,
+                    clip_norm=config.clip_norm,
+                    amp=config.amp is not None,
+                ),
+                evaluate_every=config.evaluate_every,
+                best=None
+                if config.keep_best is None
+                else Best(run_dir.best, config.keep_best, rank=rank),
                 log_every=config.log_every,
                 metrics=metrics,
                 spans=one.spans,
@@ -147,7 +157,8 @@ def train_rank(
     one.strategy.notes += note_on_widths(shrinking)
     if shrinking is not None:
         shrinking.close()
-    return _finish(one, metrics, final, seconds=seconds)
+    best = None if loop.best is None else loop.best.found
+    return _finish(one, metrics, final, best, seconds=seconds)
 
 
 class _Rank:
@@ -187,8 +198,8 @@ class _Rank:
         self.rank = rank
         # Equal weights at the start, but dropout masks of its own.
         seed_rank(config.seed, rank)
-        epoch_batches = job.epoch_batches(config.batch_size, world_size)
-        self.total_steps = config.epochs * epoch_batches
+        epoch_batches = job.epoch_batches(config.step_samples, world_size)
+        self.total_steps = config.total_steps(epoch_batches)
         self.restart: tuple[LoopState, str] | None = None
         if joiner is None:
             self.restart = begin_from_consensus(
@@ -225,6 +236,7 @@ class _Rank:
             self.optimizers,
             steps_per_epoch=epoch_batches,
             epochs=config.epochs,
+            max_steps=config.max_steps,
         )
         self.position = RunPosition(self.strategy, self.batches)
         self.test = TestPart(
@@ -309,7 +321,14 @@ class _Rank:
             self.strategy.notes += [] if why is None else [why]
 
 
-def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) -> RankResult:
+def _finish(
+    one: _Rank,
+    metrics: Metrics,
+    final: Evaluation,
+    best: dict[str, Any] | None,
+    *,
+    seconds: float,
+) -> RankResult:
     """Leave the model for export, release all, and count what the rank has done."""
     strategy, batches, joiner, model = one.strategy, one.batches, one.joiner, one.model
     if not strategy.has_left:
@@ -365,6 +384,7 @@ def _finish(one: _Rank, metrics: Metrics, final: Evaluation, *, seconds: float) 
         metric_format=one.job.metric_format or "",
         late_rounds=traffic.late_rounds,
         void_rounds=traffic.void_rounds,
+        best=best,
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
         shares=None if shares is None else asdict(shares),

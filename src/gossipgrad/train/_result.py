@@ -78,6 +78,8 @@ class RankResult:
     """Rounds whose part had not come when it was due."""
     void_rounds: int = 0
     """Rounds that one of the two ends gave up, or that the rank jumped over."""
+    best: dict[str, Any] | None = None
+    """Accuracy, epoch and step of the best evaluation, where its model is kept."""
     shuffle_bytes_sent: int = 0
     """Samples of the ring shuffle; not in `bytes_sent`."""
     shuffle_late_rounds: int = 0

@@ -20,6 +20,7 @@ _MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
+        *("max_steps", "evaluate_every", "keep_best"),
         *("log_every", "trace", "tensorboard", "wandb", "quiet"),
         *("lost_after_seconds", "encrypt", "device", "threads"),
     }
@@ -77,10 +78,12 @@ def reopen(
             "last bits from what it would have come to",
             stacklevel=3,
         )
-    if config.epochs != saved.epochs and config.lr_schedule in ("cosine", "linear"):
+    lengths = [(one.epochs, one.max_steps) for one in (config, saved)]
+    if lengths[0] != lengths[1] and config.lr_schedule in ("cosine", "linear"):
+        name = "epochs" if lengths[0][0] != lengths[1][0] else "max_steps"
         warnings.warn(
-            f"epochs is {config.epochs} instead of {saved.epochs}: lr_schedule "
-            f"{config.lr_schedule} now falls to 0 at the end of epoch {config.epochs}, so the "
+            f"{name} is {getattr(config, name)} instead of {getattr(saved, name)}: lr_schedule "
+            f"{config.lr_schedule} now falls to 0 at that end, so the "
             "learning rate is another from here, and rises where it had fallen. With lr_schedule "
             "constant or step, runs can be extended without that.",
             stacklevel=3,

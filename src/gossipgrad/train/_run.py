@@ -23,7 +23,7 @@ from ._start import Start
 from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
-_DEFAULT_NPROC = 4
+DEFAULT_NPROC = 4
 # For workers to end by themselves when the run is put together, or cannot go on.
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -58,7 +58,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     config.warn_of_unused()
     if (world := find_world(os.environ, nproc=config.nproc)) is not None:
         return run_in_world(config, world, show_config=show_config)
-    nproc = config.nproc or _DEFAULT_NPROC
+    nproc = config.nproc or DEFAULT_NPROC
     check(config, nproc)
     with contextlib.ExitStack() as held:
 

@@ -68,6 +68,7 @@ def compose(
         "data": config.job or config.data,
         "optimizer": config.optimizer,
         "accuracy": exported.accuracy,
+        **({} if exported.best is None else {"best": exported.best}),
         "metric_name": exported.metric_name,
         "metric_format": exported.metric_format,
         "accuracy_per_rank": [

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
@@ -114,6 +115,11 @@ class AllReduce(Lockstep):
         """Whether all stop before the step; see `RunningStrategy.should_stop`."""
         self._step = step - 1
         return super().should_stop(step, is_asked=is_asked)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """That of DistributedDataParallel."""
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return self.model.no_sync()
 
     def _finish_backward(self) -> None:
         if self._handed_over_seconds is not None:

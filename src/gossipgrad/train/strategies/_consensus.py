@@ -1,11 +1,10 @@
 """What strategies with a session of their own share: evaluating the consensus, counting bytes."""
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import nn
 
-from gossipgrad.checkpoint import model_tensors
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
@@ -42,6 +41,10 @@ class InSession(RunningStrategy):
                 return self._session.agree(value)
         return self._session.agree(value)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """That of the session."""
+        return self._session.no_sync()
+
     def traffic(self) -> Traffic:
         """What the session has counted, and what its exact averages have cost."""
         stats, world_size = self._session.stats(), self._session.world_size
@@ -65,10 +68,10 @@ class MissedError(GossipError):
     """The others are at a later evaluation: this one came about for them, and broke here.
 
     Attributes:
-        latest: The epoch of theirs; 0 where it is not known.
+        latest: The epochs over at theirs; 0 where it is not known.
     """
 
-    def __init__(self, message: str, *, latest: int = 0) -> None:
+    def __init__(self, message: str, *, latest: float = 0) -> None:
         super().__init__(message)
         self.latest = latest
 
@@ -78,7 +81,7 @@ def consensus_evaluation(
     model: nn.Module,
     test: TestPart,
     *,
-    epoch: int,
+    epoch: float,
     final: bool,
 ) -> Evaluation:
     """Evaluate the consensus, shared out over the living ranks; a collective of these.
@@ -91,7 +94,7 @@ def consensus_evaluation(
         session: Whose consensus.
         model: What it trains.
         test: What to evaluate on.
-        epoch: At whose end, or in which, this rank evaluates; one may fail on some ranks alone.
+        epoch: Epochs that are over then; an evaluation may fail on some ranks alone.
         final: Whether this rank comes for the last time.
 
     Raises:
@@ -105,8 +108,8 @@ def consensus_evaluation(
             latest = max(other for other, _ in came)
             if epoch < latest:
                 raise MissedError(
-                    f"the evaluation of epoch {epoch + 1} broke on rank {group.rank}; others are "
-                    f"at epoch {latest + 1}",
+                    f"the evaluation after {epoch:g} epochs broke on rank {group.rank}; others are "
+                    f"at that after {latest:g}",
                     latest=latest,
                 )
             if any(other < latest for other, _ in came):
@@ -116,10 +119,11 @@ def consensus_evaluation(
             distance = session.consensus_distance()
             total = group.all_reduce_(test.sum_share(model, group.members))
             last = any(wanted for _, wanted in came)
+            accuracy = mean_of(total)
             return Evaluation(
-                accuracy=mean_of(total),
+                accuracy=accuracy,
                 is_consensus=True,
                 consensus_distance=distance,
                 final=last,
-                weights=model_tensors(model) if last else {},
+                weights=test.weights(model, accuracy, final=last),
             )

@@ -53,7 +53,7 @@ class Gossip(InSession):
         self._word: StopFlag | None = None
         self.membership_changes()  # of one that joins, what was before
 
-    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation | None:
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
 
         One that leaves the run before its end evaluates its own replica, when it has left. One that

@@ -24,7 +24,7 @@ class Local(RunningStrategy):
         """Each rank shrinks its own."""
         return {"process_group": Group(dist.HashStore(), 0, 1)}
 
-    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
         """Evaluate this rank's replica on the whole test part."""
         return alone(self.model, test, final=final, is_consensus=False)
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipgrad.checkpoint import model_tensors
 from gossipgrad.comm import distance_to_mean, mean_inside, statistics
 from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
@@ -93,18 +92,19 @@ class Lockstep(RunningStrategy):
     def _finish_backward(self) -> None:
         """What has to come between the backward pass and the update."""
 
-    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
         """Evaluate the replica, shared out over the ranks."""
         try:
             with mean_inside(statistics(self._replica).values(), self._mean):
                 total = test.sum_share(self._replica)
                 dist.all_reduce(total)
+                accuracy = mean_of(total)
                 return Evaluation(
-                    accuracy=mean_of(total),
+                    accuracy=accuracy,
                     is_consensus=True,
                     consensus_distance=self._consensus_distance(),
                     final=final,
-                    weights=model_tensors(self._replica) if final else {},
+                    weights=test.weights(self._replica, accuracy, final=final),
                 )
         except RuntimeError as error:
             raise explain(error, "an evaluation") from error

@@ -1,6 +1,7 @@
 """Merged gradient sparsification, as a strategy of the loop."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,11 +117,15 @@ class Sparse(Lockstep):
         """The session."""
         return {"session": self._session}
 
-    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
         """Evaluate as all in lockstep do; at the end, also note what was planned and starved."""
         if final:
             self.notes += self._plan_notes()
         return super().evaluate(test, epoch=epoch, final=final)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """That of the session."""
+        return self._session.no_sync()
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""

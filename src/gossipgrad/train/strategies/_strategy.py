@@ -3,6 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.checkpoint import model_tensors
 from gossipgrad.comm import Faults, Group, Heartbeats
 from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart
@@ -263,14 +263,14 @@ class RunningStrategy(ABC):
         return []
 
     @abstractmethod
-    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation | None:
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation | None:
         """Evaluate the model that stands for all ranks; a collective but for `local`.
 
         None on a rank that joined the others as they were at it already: it has no part in it.
 
         Args:
             test: What to evaluate on.
-            epoch: At whose end, or in which, the ranks evaluate.
+            epoch: Epochs that are over then; of a run that stops, the whole of the one it is in.
             final: Whether this rank evaluates for the last time.
         """
 
@@ -308,6 +308,10 @@ class RunningStrategy(ABC):
         """
         return steps
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Passes inside are not the last of their step, and exchange nothing."""
+        return nullcontext()
+
     def forward(self, x: Any) -> Any:
         """Run the forward pass of a step: what the model returns for the inputs of a batch.
 
@@ -333,12 +337,13 @@ def all_ranks() -> Group:
 
 def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) -> Evaluation:
     """Evaluate this rank's replica on the whole test part; local."""
+    accuracy = test.accuracy(model)
     return Evaluation(
-        accuracy=test.accuracy(model),
+        accuracy=accuracy,
         is_consensus=is_consensus,
         consensus_distance=None,
         final=final,
-        weights=model_tensors(model) if final else {},
+        weights=test.weights(model, accuracy, final=final),
     )
 
 

@@ -1,0 +1,57 @@
+"""`gossipgrad train` started once on each of two machines, here with two addresses of one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from support.waiting import HANG_SECONDS, until
+
+pytestmark = pytest.mark.process
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "gossipgrad", "train", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(os.environ),
+    )
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def test_two_launchers_share_one_run_that_another_worker_joins(tmp_path):
+    shared = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}", "--nproc", 1)
+    shared += ("--epochs", 100_000, "--out", tmp_path / "run", "--lr", 0.01)
+    nodes = [start(*shared, "--node-rank", node) for node in (0, 1)]
+    until((tmp_path / "run" / "invitation.json").exists)
+    joiner = start("--join", tmp_path / "run", "--threads", 1)
+    until(lambda: (tmp_path / "run" / "metrics-rank2.jsonl").exists())
+    until(lambda: (tmp_path / "run" / "metrics-rank2.jsonl").stat().st_size)
+    for node in nodes:
+        node.terminate()
+    for process in (*nodes, joiner):
+        out, _ = process.communicate(timeout=HANG_SECONDS)
+        assert process.returncode in (0, 143), out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert [one["rank"] for one in summary["joined"]] == [2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--nodes", "2"), ("--rendezvous", "nowhere"), ("--nodes", "2", "--node-rank", "2")],
+)
+def test_wrong_arguments_are_one_line(arguments, capsys):
+    from gossipgrad.cli import main
+
+    assert main(["train", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("gossipgrad: error: ")
