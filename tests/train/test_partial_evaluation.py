@@ -54,7 +54,7 @@ def test_an_evaluation_that_broke_on_one_rank_alone_leaves_none_an_epoch_behind(
                 backward(model, rank, steps)
                 optimizer.step()
                 steps += 1
-            found.append(strategy.evaluate(test, epoch=epoch, final=epoch + 1 == EPOCHS))
+            found.append(strategy.evaluate(test, epoch=epoch + 1, final=epoch + 1 == EPOCHS))
             if found[-1].final:
                 break
         strategy.close()
@@ -72,4 +72,4 @@ def test_an_evaluation_that_broke_on_one_rank_alone_leaves_none_an_epoch_behind(
     assert all(value.equal(partial[-1].weights[key]) for key, value in whole[-1].weights.items())
     assert notes == []
     (note,) = said
-    assert f"the evaluation of epoch {broken_in} broke on rank 1" in note
+    assert f"the evaluation after {broken_in} epochs broke on rank 1" in note

@@ -268,7 +268,9 @@ class Loop:
         return True
 
     def _is_over(self) -> bool:
-        return self.position.at(self.metrics.steps) >= self.total_steps
+        """Whether the run ends here, before its last epoch does; others end with the epoch."""
+        is_shorter = self.total_steps < self.epochs * len(self.batches)
+        return is_shorter and self.position.at(self.metrics.steps) >= self.total_steps
 
     def _evaluations(self) -> int:
         """How many evaluations of `evaluate_every` were due so far."""
