@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from benchmarks import tables
-from gossipgrad import data
 from gossipgrad.topology import analyse, by_name
-from gossipgrad.train import GossipConfig, TrainConfig, build_model
+from gossipgrad.train import GossipConfig, TrainConfig
 from support.agents import run_torchrun
 from support.commands import run_here
 from support.waiting import HANG_SECONDS
@@ -28,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data"),
-    *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
+    *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".report", ".train"),
 )
 QUICK = ("predict",)  # its commands take no time
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
@@ -125,16 +124,6 @@ def test_topology_table_is_what_analyse_finds():
             found.rounds_to_contract_1000x,
             found.rounds_until_all_know_all,
         ], (ranks, name)
-
-
-def test_models_table_counts_right():
-    rows = rows_below("data.md", "| `--model` | is")
-    assert [row[0].strip("`") for row in rows] == ["mlp", "lenet"]
-    for name, _, figure in rows:
-        parameters, on = re.fullmatch(r"([\d,]+) \((.*)\)", figure).groups()
-        with torch.device("meta"):
-            model = build_model(name.strip("`"), data.info(on))
-        assert sum(p.numel() for p in model.parameters()) == int(parameters.replace(",", "")), name
 
 
 def test_every_choice_of_an_option_is_described():

@@ -101,14 +101,6 @@ def test_sums_over_positions_have_no_bound_for_the_worst_case():
         assert each.activation == known
 
 
-def test_transformers_and_attention():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.5)
-    found = find(layer, torch.randn(2, 5, 8))
-    (each,) = found.neurons
-    assert (each.name, each.consumers, each.dropout) == ("linear1", ("linear2",), "dropout")
-    assert {"linear2", "self_attn.out_proj"} <= found.refused.keys()
-
-
 def test_arguments_of_the_model_and_hand_made_groups():
     model = Model(lambda m, x, scale: m.b(F.relu(m.a(x)) * scale))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,11 +1,10 @@
 """What every benchmark keeps, writes and computes."""
 
-import json
 import math
 
 import pytest
 
-from benchmarks._common import best_rate, once, paired, quartiles, spread, write
+from benchmarks._common import best_rate, once, paired
 
 
 def test_a_cell_is_computed_once_and_never_with_other_settings(tmp_path):
@@ -14,23 +13,6 @@ def test_a_cell_is_computed_once_and_never_with_other_settings(tmp_path):
     assert once(path, {"rates": (1, 2)}, lambda: {"loss": 2.0}) == {"loss": 1.0}
     with pytest.raises(ValueError, match="choose another --folder"):
         once(path, {"rates": (1, 3)}, lambda: {"loss": 2.0})
-
-
-def test_figures_stand_beside_command_versions_and_machine(tmp_path):
-    path = write("made_up", {"median": 2}, raw=[1, 2, 3], path=tmp_path / "made_up.json")
-    figures = json.loads(path.read_text())
-    assert figures["median"] == 2
-    assert {"command", "versions", "machine"} <= figures.keys()
-    assert "raw" not in figures
-    assert json.loads((tmp_path / "raw" / "made_up.json").read_text())["raw"] == [1, 2, 3]
-
-
-def test_spreads_of_times():
-    assert quartiles([1.0]) == [1.0, 1.0, 1.0]
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
-    found = spread([*range(1, 101)])
-    assert found["median"] == 50.5
-    assert 99 <= found["p99"] <= found["longest"] == 100
 
 
 def test_differences_are_paired_by_seed():

@@ -119,17 +119,6 @@ def test_a_directory_holds_one_run(tmp_path):
         checkpoint.load(tmp_path, rank=0, world_size=2)
 
 
-def test_a_run_that_continues_from_an_older_step_rewinds_first(saved):
-    save(saved, 0, step=3)  # rank 1 crashed before it
-    with pytest.raises(ValueError, match="rewind"):
-        save(saved, 0, step=3)
-    assert [checkpoint.rewind(saved, rank=rank, step=1) for rank in (0, 1)] == [[3, 2], [2]]
-    assert checkpoint.steps(saved) == [1]
-    for rank in (0, 1):
-        save(saved, rank, step=2)
-    assert checkpoint.steps(saved) == [1, 2]
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_last_complete_ones_stay_and_leave_nothing_behind(keep, tmp_path):
     """The slower rank commits each step last, and skips one."""

@@ -124,17 +124,6 @@ def test_encryption_is_refused_where_it_cannot_be(monkeypatch, secret):
         run_ranks(1, lambda rank, group: ZeroMQTransport(group))
 
 
-@pytest.mark.parametrize("encrypt", [None, True, False])
-def test_a_named_secret_encrypts_unless_that_is_switched_off(secret, encrypt):
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, encrypt=encrypt))
-    assert [end.is_encrypted for end in ends] == 2 * [encrypt is not False]
-    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 1 << 16)]) for end in ends)
-    exchange(a, b, 3)
-    assert (a.refused, b.refused) == (0, 0)
-    a.close()
-    b.close()
-
-
 def exchange(a, b, rounds, first=0):
     size = a.plan[0].size_bytes // 4
     for round in range(first, first + rounds):

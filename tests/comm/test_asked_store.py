@@ -53,18 +53,6 @@ def test_errors_are_those_of_the_store_and_it_is_asked_over_a_new_connection_the
     assert asked.ask(lambda s: s.get("a")) == b"1"
 
 
-def test_its_thread_ends_with_it():
-    before = {*threading.enumerate()}
-    asked, closed = AskedStore(dist.HashStore()), AskedStore(dist.HashStore())
-    for each in (asked, closed):
-        assert not each.ask(lambda s: s.check(["a"]))
-    both = {*threading.enumerate()} - before
-    assert len(both) >= 2
-    closed.close()
-    del asked
-    until(lambda: not any(thread.is_alive() for thread in both))
-
-
 SCRIPT = """
 import sys, threading, time, torch.distributed as dist
 from gossipgrad.comm import AskedStore, Heartbeats, Membership, MemberWatch

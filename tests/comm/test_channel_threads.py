@@ -118,35 +118,6 @@ def hear_wish(asks, asked, round):
     asked.poll()
 
 
-def arrives(sender, receiver, exchange):
-    until(lambda: sender.poll() or receiver.take(exchange, 0.0) is D)
-
-
-def test_a_part_waits_until_what_the_receiver_awaits_has_come(ranks):
-    a, b, c, _ = ranks
-    awaited = post(c, 1, round=0)
-    post_in_turn(a, 2, round=1)
-    hear_wish(a, c, 1)
-    assert (Kind.GO, 0, 1) not in c.transport.said
-    post(b, 2, round=0)
-    assert c.take(awaited, HANG_SECONDS) is D
-    assert c.transport.said[-1] == (Kind.GO, 0, 1)
-    arrives(a, c, post(c, 0, round=1))
-
-
-def test_who_awaits_nothing_grants_its_next_round_at_once_and_none_after_it(ranks):
-    a, b, c, _ = ranks
-    post_in_turn(a, 2, round=0)
-    post_in_turn(b, 2, round=1)
-    hear_wish(a, c, 0)
-    hear_wish(b, c, 1)
-    until(lambda: a.poll() or (Kind.DATA, 2, 0) in a.transport.said)
-    assert (Kind.DATA, 2, 1) not in b.transport.said
-    arrives(a, c, post(c, 0, round=0))
-    c.poll()
-    until(lambda: b.poll() or (Kind.DATA, 2, 1) in b.transport.said)
-
-
 ENDS = {
     "the receiver leaves": lambda a, c: c.close(0.0),
     "the receiver voids the round": lambda a, c: c.void(1, 0),

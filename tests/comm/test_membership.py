@@ -39,18 +39,6 @@ def test_two_proposers_never_both_win_a_generation(moves, stale):
     assert set(newest.living) | set(newest.gone) == set(range(6))
 
 
-def test_a_record_survives_its_text():
-    first = Membership.first(3)
-    second = first.without({1: "silent"}, left=False, by=0).without({0: "left"}, left=True, by=0)
-    third = second.with_newcomer(3, donor=2, introduction=("tcp://host:1", "00", False, "ab"))
-    for each in (first, second, third):
-        assert Membership.from_text(each.to_text()) == each
-    assert (second.generation, second.living, set(second.lost)) == (2, (2,), {1})
-    assert second.without({1: "again"}, left=False, by=2) is second
-    assert third.joined[3].introduction == ("tcp://host:1", "00", False, "ab")
-    assert third.without({3: "silent"}, left=False, by=2).joined[3].introduction == ()
-
-
 def test_nobody_joins_a_run_whose_members_have_all_left():
     """Though a joiner that knows an older generation still sees some of them."""
     first = Membership.first(2)

@@ -46,19 +46,6 @@ def test_what_is_packed_is_unpacked(dtype):
         assert sent.untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
 
 
-def test_the_smallest_encoding_is_chosen_and_size_is_fixed_by_the_numbers():
-    for numel, count, _ in cases():
-        chosen = SparseFormat(numel, count)
-        sizes = [SparseFormat(numel, count, index_encoding=e).size_bytes for e in ENCODINGS]
-        assert chosen.size_bytes == min(sizes)
-    assert SparseFormat(1 << 20, 10).index_encoding == "int32"
-    assert SparseFormat(1 << 20, 1000).index_encoding == "uint16"
-    assert SparseFormat(1 << 20, 1 << 17).index_encoding == "bitmap"
-    assert SparseFormat(1 << 33, 10).index_encoding == "uint16"
-    assert SparseFormat(25_000_000, 25_000).size_bytes == 6 * 25_000 + 4 * 382
-    assert SparseFormat(25_000_000, 25_000, torch.bfloat16).size_bytes == 4 * 25_000 + 4 * 382
-
-
 def test_messages_of_many_ranks_add_up():
     form = SparseFormat(70_000, 700)
     gathered = torch.empty(5 * form.size_bytes, dtype=torch.uint8)

@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import os
 import shutil
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,6 @@ import torch
 from gossipgrad import data
 from gossipgrad.data import _fashion_mnist
 from gossipgrad.errors import GossipError
-from support.sites import served
 
 SHARED = Path(os.environ["GOSSIPGRAD_DATA"])
 NAMES = tuple(_fashion_mnist.DIGESTS)
@@ -32,6 +33,25 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "gossipgrad"
 
 
+class Site(SimpleHTTPRequestHandler):
+    """Serves files, the first so many bytes of each."""
+
+    def do_GET(self):
+        site = self.server
+        site.requests.append(self.path)
+        content = site.files.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: site.cut])
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture
 def site(cache, monkeypatch):
     """Four small files in place of those of Fashion-MNIST, and a server of them."""
@@ -39,9 +59,17 @@ def site(cache, monkeypatch):
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     monkeypatch.setattr(_fashion_mnist, "DIGESTS", digests)
     files = {f"/{name}": gzip.compress(content) for name, content in contents.items()}
-    with served(files) as site:
-        monkeypatch.setattr(_fashion_mnist, "ADDRESS", site.address)
-        yield site
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = False  # `server_close` waits for them
+    server.files, server.cut, server.requests = files, None, []
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(_fashion_mnist, "ADDRESS", server.address)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def find(data_dir=None):

@@ -111,20 +111,6 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(mode, at):
         assert torch.equal(weights, expected)
 
 
-def test_one_that_begins_with_another_outer_optimizer_refuses_the_state():
-    def use(me):
-        me.train(4)
-        return me.session.state_dict()
-
-    states = run_sessions(2, use, local_steps=4)
-
-    def other(me):
-        with pytest.raises(ValueError, match="outer"):
-            me.session.load_state_dict(states[me.rank])
-
-    run_sessions(2, other, local_steps=4, outer=gg.Nesterov(lr=0.5))
-
-
 def test_stale_keeps_the_mean():
     """Late parts move outer weights as they move local ones, in the middle of periods, too."""
 

@@ -177,30 +177,6 @@ def test_gradients_are_averaged_before_the_update_and_weights_do_not_meet() -> N
 # Optimizer state
 
 
-def test_momentum_follows_the_weights_rule_in_its_rounds() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    plain = replicas(2)
-    plain_optimizers = sgd(plain, momentum=0.9)
-    reference = Reference(
-        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state", state_every=2
-    )
-    mine = torch.zeros(7)
-    for step in range(2):
-        fill_gradients(models, step)
-        fill_gradients(plain, step)
-        before = mine
-        reference.step()
-        for optimizer in plain_optimizers:
-            optimizer.step()
-        mine = buffer(optimizers[0], models[0].vector)
-        if step == 0:
-            local = [buffer(o, m.vector) for o, m in zip(plain_optimizers, plain, strict=True)]
-            assert_near(mine, (local[0] + local[1]) / 2)
-        else:
-            assert_near(mine, 0.9 * before + models[0].vector.grad)
-
-
 def test_second_moments_are_clamped_and_step_counters_stay() -> None:
     models = replicas(2)
     optimizers = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.1)) for m in models]

@@ -109,10 +109,6 @@ def with_a_stranger(model, rank):
     return sgd([*model.parameters(), nn.Parameter(torch.zeros(2 + rank // 2))])
 
 
-def of_type(rank):
-    return network(dtype=torch.float64 if rank == 2 else torch.float32)
-
-
 def normed(rank):
     norm = [nn.BatchNorm1d(3, affine=False)] * (rank == 2)
     return nn.Sequential(nn.Linear(6, 3), *norm)
@@ -152,19 +148,6 @@ def test_ranks_that_differ_hear_so_at_once_on_every_rank(build, optimizer, setti
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
     run_ranks(3, rank_main)
-
-
-def test_parameters_of_the_optimizer_alone_start_equal():
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model, scale = network(), nn.Parameter(torch.tensor(1.0 + 10 * rank))
-        optimizer = sgd([*model.parameters(), scale])
-        with gg.gossip(model, optimizer, process_group=group, transport=link):
-            assert scale.item() == 1.0
-            group.barrier()
-
-    run_ranks(2, rank_main)
 
 
 def test_a_rank_that_fails_before_the_start_fails_the_others_at_once():

@@ -70,19 +70,6 @@ def test_changes_nothing(mode):
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
-def test_random_numbers_go_on_as_before():
-    class Noisy(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) + torch.randn(1)
-
-    def use(me):
-        before = torch.get_rng_state()
-        me.session.disagreement(BATCH)
-        return torch.equal(before, torch.get_rng_state())
-
-    assert run_sessions(1, use, make=lambda rank: Noisy(*network())) == [True]
-
-
 def test_different_batches_and_what_is_no_logits_are_refused_on_every_rank():
     class Named(nn.Sequential):
         def forward(self, x):

@@ -215,32 +215,6 @@ def test_the_update_does_not_wait_and_the_forward_pass_does():
     torch.testing.assert_close(also_mixed, mixed)
 
 
-def test_a_late_partner_holds_the_forward_pass_up_to_the_deadline_and_is_mixed_later():
-    released = threading.Event()
-    mode = gg.Sync(deadline_seconds=0.2, floor_seconds=0.1)
-
-    def rank_main(rank, group):
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
-        x = torch.ones(2, 4)
-        with gg.gossip(model, optimizer, process_group=group, mode=mode) as session:
-            model(x).sum().backward()
-            optimizer.step()  # learns the modules
-            model(x).sum().backward()
-            if rank == 1:
-                assert released.wait(HANG_SECONDS)
-            optimizer.step()
-            model(x).sum().backward()
-            released.set()
-            session.agree("all have sent")
-            session.average_()
-            return model.weight.detach().clone(), session.stats().late_rounds
-
-    (weight, late), (other, _) = run_ranks(2, rank_main)
-    assert late >= 1
-    torch.testing.assert_close(weight, other)
-
-
 def test_a_bucket_leaves_while_backward_still_runs():
     """The partner has it before this rank's backward goes on."""
 
@@ -353,19 +327,6 @@ def test_what_comes_between_backward_and_step_is_refused_and_training_goes_on():
         return me.weights()
 
     assert torch.equal(*in_backward(use))
-
-
-def test_a_session_that_ends_between_backward_and_step_leaves_the_other_alone():
-    def use(me):
-        me.model(torch.ones(2, 4)).sum().backward()
-        if me.rank == 0:
-            return None
-        me.optimizer.step()
-        me.optimizer.zero_grad()
-        me.train(3)
-        return me.session.position
-
-    assert in_backward(use) == [None, 4]
 
 
 def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():

@@ -121,18 +121,6 @@ def test_the_lowest_that_lives_gets_the_state_of_the_consensus_where_its_rank_is
     assert run_mortals(3, main) == [None, True, False]
 
 
-def test_who_comes_when_all_others_have_ended_is_told_that_it_is_alone(caplog):
-    def use(me):
-        me.train(3)
-        if me.rank == 0:
-            me.train_until(lambda: me.session.membership.living == (0,))
-            me.mean()
-            me.mean()
-
-    run(2, use)
-    assert sum("its own replica" in record.message for record in caplog.records) == 1
-
-
 @pytest.mark.parametrize("others_call_it", [False, True])
 def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are_void(
     others_call_it, caplog, monkeypatch

@@ -385,15 +385,6 @@ def test_ranks_with_other_messages_are_refused():
     run_ranks(2, rank_main)
 
 
-def test_a_payload_without_momentum_is_warned_of():
-    model = two_layers()
-    with (
-        pytest.warns(UserWarning, match="momentum"),
-        gg.gossip(model, sgd(model), payload="weights+momentum"),
-    ):
-        pass
-
-
 def test_optimizers_that_exchange_themselves_are_refused_by_name():
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         """As torch's, which needs a process group."""
@@ -426,16 +417,3 @@ def test_the_second_moment_of_narrow_weights_falls():
         optimizer.step()
         squares.append(optimizer.state[model.weight]["momentum_sq"].item())
     assert squares[-1] < 0.9 * max(squares)
-
-
-def test_small_models_have_several_messages_and_large_ones_not_too_many():
-    for model in (
-        nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)]),
-        nn.Linear(4096, 20_000, bias=False, dtype=torch.bfloat16),
-        nn.ParameterList([nn.Parameter(torch.zeros(16)) for _ in range(2000)]),
-    ):
-        with gg.gossip(model, sgd(model), payload="weights") as session:
-            parts = [part for flow in session.flows for part in flow.parts]
-        assert len(parts) <= 128
-        total_bytes = sum(part.size_bytes for part in parts)
-        assert len(parts) >= 8 or total_bytes < 2**19

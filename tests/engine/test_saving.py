@@ -41,38 +41,6 @@ def test_copies_of_the_model_belong_to_no_session():
     on_two_ranks(use, mode="sync")
 
 
-def test_where_replicas_are_equal_there_is_no_warning():
-    def save(me):
-        model, session = me.model, me.session
-        model.state_dict()
-        me.train()
-        with session.consensus():
-            model.state_dict()
-        for make_equal in (session.average_, session.broadcast_):
-            make_equal()
-            model.state_dict()
-            me.train()
-        me.group.barrier()
-        session.close()
-        model.state_dict()
-
-    on_two_ranks(save, leaves_together=False)
-    on_two_ranks(lambda me: (me.train(), me.model.state_dict()), average_every=1)
-
-
-def test_one_rank_or_the_last_one_has_no_other_way():
-    def leave(me):
-        me.train()
-        if me.rank == 1:
-            me.session.close()
-            return
-        me.train_until(lambda: me.session.membership.living == (0,))
-        me.model.state_dict()
-
-    on_two_ranks(leave, leaves_together=False)
-    run_sessions(1, lambda me: (me.train(), me.model.state_dict()))
-
-
 def saved_and_loaded(rank, store, folder):
     """What each rank gets back: saved under one key, and under a key of its own."""
     plain, own = (

@@ -153,38 +153,3 @@ def test_a_partner_that_takes_nothing_holds_up_no_round_for_good():
         heartbeats=None,
     ):
         assert outcomes["delivered"] == sum(outcomes.values()) > 2
-
-
-class SlowTransport:
-    """Its messages take a while to leave, and no two do so at once."""
-
-    def __init__(self, inner):
-        self._inner, self.leaving = inner, []
-
-    def send(self, peer, header, payload=None):
-        sent = self._inner.send(peer, header, payload)
-        if payload is None:
-            return sent
-        assert all(ticket.done for ticket in self.leaving), "two rounds leave at once"
-        left = threading.Event()
-        threading.Timer(0.05, left.set).start()
-        self.leaving.append(LeavesLater(left))
-        return self.leaving[-1]
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-
-def test_a_round_leaves_after_the_one_before():
-    links = []
-
-    def wrap(inner):
-        links.append(SlowTransport(inner))
-        return links[-1]
-
-    def use(me):
-        me.train(6)
-        assert me.outcomes["delivered"] >= 5
-
-    run_sessions(3, use, wrap=wrap)
-    assert [len(link.leaving) for link in links] == [7, 7, 7]

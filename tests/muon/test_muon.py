@@ -161,16 +161,6 @@ def test_matrices_equal_torch_muon(nesterov, scale, form, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_the_rest_equals_torch_adamw():
-    ours, theirs = model_of(torch.float64), model_of(torch.float64)
-    optimizer = gg.Muon(ours, adamw=["*"], adamw_lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))
-    reference = torch.optim.AdamW(
-        theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
-    )
-    for a, b in zip(train(ours, optimizer), train(theirs, reference), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_parameters_without_gradient_stay():
     model = model_of()
     optimizer = gg.Muon(model)
@@ -241,3 +231,13 @@ def test_a_copy_goes_on_with_its_own_parameters(copied):
     other.add_param_group({"params": [("extra", extra)]})
     assert other.param_groups[-1]["momentum"] == 0.95
     assert repr(other)
+
+
+def test_the_rest_equals_torch_adamw():
+    ours, theirs = model_of(torch.float64), model_of(torch.float64)
+    optimizer = gg.Muon(ours, adamw=["*"], adamw_lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
+    )
+    for a, b in zip(train(ours, optimizer), train(theirs, reference), strict=True):
+        torch.testing.assert_close(a, b)

@@ -61,23 +61,3 @@ def test_equals_the_papers_letters(name, refresh, period, late):
     for weight, value in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-7)
     optimizer.close()
-
-
-def test_blocks_are_each_a_matrix_of_its_own():
-    """Cut at max_dim, as equal as can be; each block by the letters."""
-    name = "Shampoo"
-    weight = nn.Parameter(torch.zeros(7, 10, dtype=torch.float64))
-    optimizer = getattr(gg, name)([weight], max_dim=4, **SETTINGS[name])
-    rows, columns = ((0, 3), (3, 7)), ((0, 3), (3, 6), (6, 10))
-    blocks = {
-        (r, c): getattr(reference, name)(**LETTERS[name], T=10) for r in rows for c in columns
-    }
-    expected = torch.zeros(7, 10, dtype=torch.float64)
-    for _ in range(STEPS):
-        gradient = torch.randn(7, 10, dtype=torch.float64)
-        weight.grad = gradient
-        optimizer.step()
-        for ((r0, r1), (c0, c1)), rule in blocks.items():
-            part = expected[r0:r1, c0:c1].clone()
-            expected[r0:r1, c0:c1] = rule.step(part, gradient[r0:r1, c0:c1])
-    torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)

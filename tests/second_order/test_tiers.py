@@ -1,8 +1,6 @@
 """Budgets that hold, values that come back bit for bit, and a disk that fails."""
 
-import os
 import random
-import signal
 import threading
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipgrad.second_order import Store, Tiers
-from support.processes import run_processes
 
 CPU = torch.device("cpu")
 
@@ -92,30 +89,6 @@ def test_without_limits_tensors_are_themselves_and_no_thread_starts(stores):
     assert threading.active_count() == threads
 
 
-def scan(store, keys, steps):
-    for _ in range(steps):
-        for key in keys:
-            with store.use([key]) as (tensor,):
-                tensor.add_(1)
-
-
-def test_tensors_are_prefetched_in_the_order_of_the_last_step(stores):
-    store = stores(5 * 40_000)
-    for key in range(10):
-        store.put(key, torch.zeros(10_000))
-    scan(store, range(10), 2)
-    before = store.stats.loads
-    for _ in range(5):
-        for key in range(10):
-            with store.use([key]) as (tensor,):
-                tensor.add_(1)
-                threading.Event().wait(0.005)
-    assert store.stats.loads - before <= 10
-    assert store.stats.prefetched >= 20
-    with store.use([3]) as (tensor,):
-        assert tensor.unique().tolist() == [7.0]
-
-
 def test_a_working_set_above_the_budget_is_refused(stores):
     store = stores(100)
     with pytest.raises(ValueError, match="device_bytes=100"):
@@ -139,20 +112,6 @@ def test_without_room_anywhere_the_error_says_so_and_nothing_is_lost(stores):
     for key in range(4):
         with store.use([key]) as (tensor,):
             assert tensor.unique().item() == key
-
-
-def crash(rank, store, folder):
-    made = Store(Tiers(4000, disk=folder), CPU)
-    for key in range(3):
-        made.put(key, torch.zeros(1000))
-    assert made.stats.disk_bytes
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.process
-def test_a_crash_leaves_nothing_on_disk(tmp_path):
-    assert run_processes(1, crash, str(tmp_path), may_die=(0,), grouped=False) == [None]
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("unchecked_types")

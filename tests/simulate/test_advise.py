@@ -83,15 +83,6 @@ def test_of_optimizers_that_were_not_measured_only_all_reduce_is_known():
     assert known == {"allreduce", "allreduce, fp16"}
 
 
-def test_stale_gossip_that_skips_most_rounds_was_not_measured():
-    of = {
-        rate: by_strategy(gg.advise(PROFILE, network=network(rate), world_size=8))["gossip-stale"]
-        for rate in (0.1, 1000)
-    }
-    assert of[0.1].loss is None
-    assert of[1000].loss is not None
-
-
 @pytest.mark.skipif(not RESULTS.exists(), reason="the results are not in this copy")
 def test_losses_are_those_that_were_measured():
     names = {

@@ -83,21 +83,6 @@ def test_figures_are_those_of_the_dense_product(name, world_size, weight):
     assert np.allclose(shares[-1], (product > 0).mean(axis=1))
 
 
-def test_extremes_of_the_analysis():
-    given_up = analyse(topology.ring(40), max_rounds=10)
-    assert given_up.rounds_to_contract_10x is None
-    assert given_up.rounds_until_all_know_all is None
-    assert topology.rounds_until_all_know_all(topology.ring(40)) == 20
-
-    unmixed = analyse(topology.matching(8), weight=0.0, max_rounds=20)
-    assert unmixed.spectral_gap == pytest.approx(0.0, abs=1e-12)
-    assert unmixed.rounds_to_contract_10x is None
-
-    alone = analyse(topology.dissemination(1))
-    assert (alone.spectral_gap, alone.rounds_to_contract_10x) == (1.0, 0)
-    assert alone.rounds_until_all_know_all == 0
-
-
 def test_analysis_notices_a_schedule_that_loses_mass(monkeypatch):
     schedule = topology.dissemination(8)
     peers = schedule.round_peers(0)

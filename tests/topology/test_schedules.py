@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossipgrad import topology
-from gossipgrad.topology import SCHEDULE_NAMES, Peers, Schedule, by_name
+from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
 
 @st.composite
@@ -111,16 +111,6 @@ def test_as_few_ranks_as_possible_sit_out_and_pairs_of_a_period_differ(world_siz
         assert met.max() <= 1
         if name == "complete":
             assert np.array_equal(met[:, :-1], 1 - np.eye(world_size, dtype=int))
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_one_rank_meets_nobody_and_two_always_meet(name):
-    alone, pair = by_name(name, 1), by_name(name, 2)
-    assert alone.period == 1
-    assert alone.peers(7, 0) == Peers(send_to=None, recv_from=None)
-    assert alone.mixing_matrix(7).tolist() == [[1.0]]
-    assert pair.symmetric
-    assert [pair.peers(t, 0).send_to for t in range(5)] == [1] * 5
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
