@@ -2,7 +2,6 @@
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from ._config import TrainConfig
 from ._files import where_weights_are, write_whole
 from ._invitation import withdraw
 from ._layout import RunDir
+from ._lock import hold, is_held
 from ._result import Outcome, RankResult, RunFailedError, exit_code_of
 from ._summary import choose_exported, compose, finish, known_joined
 
@@ -25,17 +25,16 @@ MAILBOX = "gossipgrad/train"
 # there is none.
 HandedIn = Mapping[str, Any]
 _POLL_SECONDS = 0.1
-_BEAT_SECONDS = 0.5
 # A store that hangs is not awaited: what is in it is in the folder, too.
 _STORE_SECONDS = 2.0
-# For a rank whose beats cannot be read, since the store is lost.
-_BLIND_SECONDS = 1800.0
+# For the store of a process that ends, to be read by others to which the folder is not visible yet.
+_SEEN_SECONDS = 0.3
 
 
 def hand_in(run_dir: RunDir, store: AskedStore, rank: int, content: HandedIn) -> None:
-    """Leave what is to be known of a rank's end, in the folder and in the store."""
+    """Leave how a rank ended, in the folder, and in the store for a disk that is full."""
     text = json.dumps({**content, "when_seconds": time.time()})
-    with suppress(OSError):  # a full disk; or the run is over, and its folder cleaned
+    with suppress(OSError):
         write_whole(run_dir.rank_result(rank), text)
     with suppress(RuntimeError):
         store.ask(lambda store: store.set(f"rank{rank}", text))
@@ -53,64 +52,35 @@ def read_end(run_dir: RunDir, store: AskedStore, rank: int) -> HandedIn | None:
 
 
 def clean_up(run_dir: RunDir, store: AskedStore, ranks: Iterable[int]) -> None:
-    """Remove what a run that failed has left to be put together, if there is nothing of use.
-
-    What ranks have learned stays, and what belongs to ranks that joined and may go on.
-    """
+    """Remove what a run that failed has left, but not what its ranks have learned."""
     withdraw(run_dir)
     ends = [read_end(run_dir, store, rank) or {} for rank in ranks]
     if not any("result" in end for end in ends) and not any(run_dir.partial.glob("joined-rank*")):
         run_dir.remove_partial()
 
 
-class Beats:
-    """Which ranks show signs of life in the store.
+class Living:
+    """Which ranks live: each holds a lock on a file of its own, which the system frees at its end.
 
     Args:
-        store: The store, which may be lost, or hang.
-        silent_seconds: How long a rank that lives may show none.
+        run_dir: The folder.
+        seconds: How long a rank that has no such file is awaited, as one with a folder of its own.
     """
 
-    def __init__(self, store: AskedStore, silent_seconds: float) -> None:
-        self._store, self._silent_seconds = store, silent_seconds
-        self._seen: dict[int, tuple[int | None, int]] = {}
-        self._over = threading.Event()
+    def __init__(self, run_dir: RunDir, seconds: float) -> None:
+        self._run_dir, self._seconds = run_dir, seconds
+        self._missing: dict[int, int] = {}
 
-    def start(self, rank: int) -> None:
-        """Beat for this rank until `close`."""
-
-        def beat() -> None:
-            while not self._over.is_set():
-                with suppress(RuntimeError):
-                    self._store.ask(lambda store: store.add(f"beat{rank}", 1))
-                self._over.wait(_BEAT_SECONDS)
-
-        # The first question starts the thread that asks: never from two threads at once.
-        self._store.begin(lambda store: None)
-        threading.Thread(target=beat, name="gossipgrad-beats", daemon=True).start()
-
-    def close(self) -> None:
-        """Beat no more."""
-        self._over.set()
-
-    def is_silent(self, rank: int) -> bool:
-        """Whether a rank has not beaten for too long; to be asked every 0.1 s while waiting.
-
-        If the store is lost, whether that has lasted for half an hour.
-        """
-        beat, limit_seconds = None, _BLIND_SECONDS
-        with suppress(RuntimeError):
-            beat = self._store.ask(lambda store: store.add(f"beat{rank}", 0))
-            limit_seconds = self._silent_seconds
-        before, looks = self._seen.get(rank, (None, 0))
+    def has(self, rank: int) -> bool:
+        """Whether a rank lives; to be asked every 0.1 s while waiting."""
+        held = is_held(self._run_dir.rank_lock(rank))
         # Looks are counted, not seconds: this process may have been stopped.
-        looks = looks + 1 if beat == before else 0
-        self._seen[rank] = beat, looks
-        return looks * _POLL_SECONDS > limit_seconds
+        self._missing[rank] = self._missing.get(rank, 0) + 1 if held is None else 0
+        return held or (held is None and self._missing[rank] * _POLL_SECONDS <= self._seconds)
 
 
 class Ending:
-    """What one rank does at the end of the run; it beats from when this is made until `close`.
+    """What one rank does at the end of the run; it counts as living from when this is made.
 
     Args:
         config: The options, resolved.
@@ -124,12 +94,13 @@ class Ending:
         self._config, self._founders = config, range(config.nproc)
         self._run_dir, self._rank = run_dir, rank
         self._store = AskedStore(store, timeout_seconds=_STORE_SECONDS)
-        self._beats = Beats(self._store, config.lost_after_seconds)
-        self._beats.start(rank)
+        self._living = Living(run_dir, config.lost_after_seconds)
+        self._lock = hold(run_dir.rank_lock(rank))
 
     def close(self) -> None:
-        """Beat no more; the others take this rank for dead if they still wait for it."""
-        self._beats.close()
+        """Count as dead, if others still wait for this rank."""
+        if self._lock is not None:
+            self._lock.close()
 
     def hand_in(self, content: HandedIn) -> None:
         """Leave what this rank has to say for the one that puts the run together."""
@@ -139,24 +110,18 @@ class Ending:
     def finish(self) -> Outcome | None:
         """Put the run together if this is the lowest rank that lives; None once another has.
 
-        Called when this rank has handed in its result. All others that live are awaited: those that
-        are not lost by the membership, and beat in the store or have handed in.
+        Called when this rank has handed in its result. All others that live are awaited. If the one
+        that puts the run together dies over it, the next one begins again.
 
         Raises:
-            RunFailedError: The rank that put the run together died over it.
+            RunFailedError: One died over it and left no weights where they were.
         """
         result = self._own["result"]
         ranks = {*self._founders, *map(int, result["joined"]), self._rank}
         while not self._is_over():
             first = next(rank for rank in sorted(ranks) if not self._is_lost(rank, result["lost"]))
             if first == self._rank:
-                if (owner := self._claim()) == self._rank:
-                    return self._put_together()
-                if self._is_lost(owner, result["lost"]):
-                    raise RunFailedError(
-                        f"rank {owner} was lost while it put the run together: "
-                        f"{where_weights_are(self._run_dir)}"
-                    )
+                return self._put_together()
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -174,17 +139,7 @@ class Ending:
         end = read_end(self._run_dir, self._store, rank)
         if end is not None and ("cause" in end or end["result"]["left"]):
             return True
-        return str(rank) in known or self._beats.is_silent(rank)
-
-    def _claim(self) -> int:
-        """Which rank puts the run together: this one unless another has begun to.
-
-        If the store is lost nobody else is at it who is not in `RankResult.lost`.
-        """
-        own = str(self._rank)
-        with suppress(RuntimeError):
-            return int(self._store.ask(lambda store: store.compare_set("end", "", own)))
-        return self._rank
+        return str(rank) in known or not self._living.has(rank)
 
     def _put_together(self) -> Outcome:
         ends = {self._rank: self._own}
@@ -195,9 +150,17 @@ class Ending:
         run_dir, results = self._run_dir, _results(ends)
         signals = [end["stopped_by"] for end in ends.values() if end.get("stopped_by")]
         stopped_by = signal.Signals(signals[0]) if signals else None
-        exported = choose_exported(
-            {rank: one for rank, one in results.items() if run_dir.rank_model(rank).exists()}
-        )
+        with_model = {r: one for r, one in results.items() if run_dir.rank_model(r).exists()}
+        if not with_model:
+            raise RunFailedError(
+                "another rank was lost while it put the run together: "
+                + (
+                    f"the model is in {run_dir.model}"
+                    if run_dir.model.exists()
+                    else where_weights_are(run_dir)
+                )
+            )
+        exported = choose_exported(with_model)
         lost = {rank: end for rank, end in ends.items() if "cause" in end}
         summary = compose(
             self._config,
@@ -214,8 +177,7 @@ class Ending:
         report = finish(run_dir, summary, exported)
         with suppress(RuntimeError):
             self._store.ask(lambda store: store.set("done", ""))
-            # The others may see it nowhere else yet, and the store may go with this process.
-            time.sleep(3 * _POLL_SECONDS * (len(self._founders) > 1))
+            time.sleep(_SEEN_SECONDS * (len(self._founders) > 1))
         return Outcome(
             exit_code=exit_code_of(stopped_by if summary["interrupted"] else None),
             run_dir=run_dir.path,
@@ -226,13 +188,15 @@ class Ending:
     def _await_end(self, rank: int, ends: Mapping[int, HandedIn]) -> HandedIn:
         """What a rank hands in, or why it does not; waits for one that lives."""
         known = {key: loss for one in _results(ends).values() for key, loss in one.lost.items()}
-        while (end := read_end(self._run_dir, self._store, rank)) is None:
+        while True:
+            lives = self._living.has(rank)  # before its end is read, which comes first
+            if (end := read_end(self._run_dir, self._store, rank)) is not None:
+                return end
             if (loss := known.get(str(rank))) is not None:
                 return {"cause": f"was taken for dead: {loss['why']}"}
-            if self._beats.is_silent(rank):
-                return {"cause": "has handed nothing in, and shows no sign of life"}
+            if not lives:
+                return {"cause": "ended and wrote no result"}
             time.sleep(_POLL_SECONDS)
-        return end
 
 
 def _results(ends: Mapping[int, HandedIn]) -> dict[int, RankResult]:

@@ -18,7 +18,7 @@ _FILES = re.compile(
     | errors-(rank|join)\d+\.txt
     | evicted-rank\d+(-\d+)?\.safetensors
     | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
-    | partial/(opened|resumes|(result|joined|model|trace)-rank\d+(\.\w+)+)""",
+    | partial/(opened|resumes|(result|joined|model|trace|lives)-rank\d+(\.\w+)+)""",
     re.VERBOSE,
 )
 
@@ -89,6 +89,10 @@ class RunDir:
     def rank_result(self, rank: int) -> Path:
         """What a rank hands in, where it has no launcher that all hear."""
         return self.partial / f"result-rank{rank}.json"
+
+    def rank_lock(self, rank: int) -> Path:
+        """Locked by a rank for as long as it lives."""
+        return self.partial / f"lives-rank{rank}.lock"
 
     def rank_joined(self, rank: int) -> Path:
         """How a rank came in that joined the run."""

@@ -4,6 +4,7 @@ import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 from ._layout import RunDir
@@ -40,6 +41,30 @@ def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
                 "file."
             )
         yield
+
+
+def hold(path: Path) -> IO[str] | None:
+    """Lock a file of this process alone until it ends, or closes it; None where that fails."""
+    with suppress(OSError):
+        file = path.open("a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    return None
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a process holds a file that it has locked by `hold`; None if there is no such file.
+
+    True where files cannot be locked: then nobody is known to be dead.
+    """
+    try:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return True
 
 
 def _share(file: IO[str], *, first: bool) -> bool:

@@ -14,7 +14,7 @@ from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_se
 
 from ._check import check
 from ._config import TrainConfig
-from ._ending import MAILBOX, Beats, HandedIn, clean_up, hand_in, read_end
+from ._ending import MAILBOX, HandedIn, Living, clean_up, hand_in, read_end
 from ._files import where_weights_are
 from ._layout import RunDir
 from ._lock import hold_lock
@@ -148,11 +148,11 @@ class _Launcher:
 
     def _await_joined(self) -> None:
         """Keep the store for those who joined and go on, until they have put the run together."""
-        beats = Beats(self._store, self._config.lost_after_seconds)
+        marks = Living(self._run_dir, self._config.lost_after_seconds)
         names = (path.stem for path in self._run_dir.partial.glob("joined-rank*.json"))
         living = [int(name.removeprefix("joined-rank")) for name in names]
         while living and not self._run_dir.is_complete:
-            living = [rank for rank in living if not beats.is_silent(rank)]
+            living = [rank for rank in living if marks.has(rank)]
             time.sleep(_POLL_SECONDS)
 
     def _outcome(self, launched: Launched) -> Outcome:
