@@ -8,7 +8,7 @@ import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli import _main
-from gossipgrad.cli._train import parse, print_outcome
+from gossipgrad.cli._train import TrainOptions, parse, print_outcome
 from gossipgrad.errors import GossipError
 from gossipgrad.train import Outcome, RunFailedError, TrainConfig
 
@@ -21,7 +21,7 @@ def test_runs_as_a_module(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("gossipgrad ")
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "probe", "predict", "report", "export"])
+@pytest.mark.parametrize("command", ["demo", "probe", "predict", "report", "export"])
 def test_commands_explain_their_options(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
@@ -33,6 +33,17 @@ def test_missing_packages_name_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(_main, "find_spec", lambda name: None)
     assert cli.main(["train"]) == 2
     assert "pip install 'gossipgrad[cli]'" in capsys.readouterr().err
+
+
+def test_short_help_of_train_names_every_option(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 120
+    names = [field.name for field in fields(TrainOptions) if field.name != "options"]
+    for kind in options_by_section().values():
+        names += [field.name for field in fields(kind)]
+    listed = re.findall(r"^  --(\S+) ", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(name.replace("_", "-") for name in names)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_options_of_one_name_stand_side_by_side(capsys):
     assert config.options["gossip"] == GossipConfig(every=2)
     assert parse(["--no-is-loud"]).options["toy"] == ToyConfig()
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     assert "--toy.decay FLOAT" in capsys.readouterr().out
 
 

@@ -28,6 +28,7 @@ from gossipgrad.train import (
 )
 
 from . import _launch
+from ._train_help import short_help
 
 # What a worker that joins may have otherwise than the run.
 _OF_A_JOINER = ("device", "data-dir", "threads", "quiet")
@@ -72,6 +73,9 @@ class TrainOptions(TrainConfig):
 
 def main(arguments: list[str]) -> int:
     """Parse, train, say where things are; returns the exit code."""
+    if {"-h", "--help"} & {*arguments}:
+        print(short_help(TrainOptions), end="")
+        return 0
     if (joining := parse_join(arguments)) is not None:
         joined = join_run(joining)
         if not joining.quiet:
@@ -210,7 +214,10 @@ def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
     own = sections_of(strategy=strategy, optimizer=optimizer)
     return tyro.cli(
         TrainOptions,
-        args=[_in_full(argument, own) for argument in arguments],
+        args=[
+            "--help" if argument == "--help-all" else _in_full(argument, own)
+            for argument in arguments
+        ],
         default=default,
         prog="gossipgrad train",
     )
