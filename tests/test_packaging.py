@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def run(*command, folder, **environment):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_extras_that_others_take_in_are_there():
+    """An editable install of a fresh machine resolves all of them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    for needs in extras.values():
+        for taken in (name for need in needs for name in re.findall(r"^gossipgrad\[(.*)\]$", need)):
+            assert {*taken.split(",")} <= extras.keys()
 
 
 @pytest.mark.slow
