@@ -2,6 +2,7 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from gossipgrad import cli
 from gossipgrad.cli import _main
 from gossipgrad.cli._train import TrainOptions, parse, print_outcome
 from gossipgrad.errors import GossipError
-from gossipgrad.train import Outcome, RunFailedError, TrainConfig
+from gossipgrad.train import Outcome, RunFailedError, TrainConfig, options_by_section
 
 
 def test_runs_as_a_module(monkeypatch, capsys):
