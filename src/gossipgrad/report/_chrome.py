@@ -9,7 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._json import dumps, read_json_lines
+from ._text import dumps, read_json_lines
 from ._trace import TRACE_FORMAT, TRACE_VERSION
 
 _KINDS = {

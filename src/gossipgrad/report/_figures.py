@@ -1,307 +1,226 @@
-"""Figures of runs in words: headline, ranks, exchanges, notices, and runs beside the first."""
+"""Figures of a run: of its summary or, where it lacks them, of its metrics or its trace."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from statistics import fmean
+from typing import NamedTuple
 
-from ._format import (
-    MAX_RANKS_LISTED,
-    UNKNOWN,
-    byte_count,
-    duration,
-    is_number,
-    number,
-    percent,
-)
-from ._runs import Record, Run
-from ._values import (
-    OUTCOMES,
-    accuracy,
-    bytes_per_step,
-    consensus_distance,
-    exposed_and_step_seconds,
-    joined_ranks,
-    last_loss,
-    last_of,
-    latest,
-    lost_ranks,
-    of_rank,
-    outcome_counts,
-    ratio,
-    run_seconds,
-    samples_per_second,
-    shuffle_bytes_per_step,
-    steps_made,
-    strategy,
-    strategy_is,
-    throughput,
-    train_seconds,
-)
+from ._run import Record, Run
+from ._text import UNKNOWN, formatted, is_number
 
-# Each has a line of its own at the top of the page.
-_MAX_LOST = 16
-NOT_USED = "not used"
-# Where a run was written, and how it was shown, is no option; the formula follows from others.
-_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula", "strategy_is", "unused"})
+OUTCOMES = {
+    "delivered": "taken and mixed in, in its round",
+    "late": "not there when asked for; the step continued without it",
+    "dead_peer": "the partner had died or left",
+    "void": "called off before anything was sent; counts on neither end",
+}
+LATENESS = ("in its round", "1 round late", "2 rounds late", "3 rounds late", "4 or more")
 
 
-class Card(NamedTuple):
-    """One headline figure, and a line that explains it."""
+class Metric(NamedTuple):
+    """What an evaluation measures, as the job names and formats it."""
 
-    label: str
-    value: str
-    note: str
+    name: str
+    specification: str
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it is written in percent."""
+        return self.specification.endswith("%")
 
-def headline(run: Run) -> list[Card]:
-    """The figures to look at first, from the summary or, where it lacks them, the metrics."""
-    sent = bytes_per_step(run)
-    exposed, step = exposed_and_step_seconds(run)
-    share = ratio(exposed, step)
-    hidden = f"{duration(exposed)} of a step's {duration(step)} not hidden by compute"
-    return [
-        Card("Strategy", strategy(run), _strategy_note(run)),
-        Card("Accuracy", percent(accuracy(run)), _accuracy_note(run)),
-        Card(
-            "Consensus distance",
-            number(consensus_distance(run)),
-            "RMS over ranks of the distance to their mean",
-        ),
-        Card("Throughput", *_throughput(run)),
-        Card("Time", duration(run_seconds(run)), _progress_note(run)),
-        Card("Sent per step", byte_count(sent), _all_reduce_note(run, sent)),
-        Card("Exposed share", percent(share), "" if share is None else hidden),
-    ]
+    @property
+    def write(self) -> Callable[[object], str]:
+        """Writes a value of it."""
+        return formatted(self.specification)
 
 
-def rank_rows(run: Run) -> list[list[str]]:
-    """A row for each rank: its state, its replica's accuracy, how much it did and how fast.
+def metric(run: Run) -> Metric:
+    """The metric that the run recorded; "accuracy" where it recorded none."""
+    for record in (run.summary, latest(run.epochs)):
+        name, specification = record.get("metric_name"), record.get("metric_format")
+        if isinstance(name, str) and name.strip() and isinstance(specification, str):
+            return Metric(name[0].upper() + name[1:], specification)
+    return Metric("Accuracy", ".2%")
 
-    Of many ranks these are the first; `ranks_left_out` says so.
+
+def strategy(run: Run) -> str:
+    """The name of the strategy."""
+    name = run.summary.get("strategy") or run.config.get("strategy")
+    return UNKNOWN if name is None else str(name)
+
+
+def strategy_is(run: Run) -> Record:
+    """The settings of the strategy, such as its topology."""
+    recorded = run.config.get("strategy_is")
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def accuracy(run: Run) -> object:
+    """The metric of the final model, or the last one measured."""
+    return run.summary.get("accuracy", latest(run.epochs).get("accuracy"))
+
+
+def consensus_distance(run: Run) -> object:
+    """The exact one at the end, or the last one measured."""
+    return run.summary.get("consensus_distance", latest(run.epochs).get("consensus_distance"))
+
+
+def last_loss(run: Run) -> float | None:
+    """The training loss of the last epoch, the mean over the ranks."""
+    return mean(last_of(run.epochs, rank).get("loss") for rank in run.epochs)
+
+
+def steps_made(run: Run) -> object:
+    """How many steps, of the rank that came furthest."""
+    return run.summary.get("steps", latest(run.steps).get("step"))
+
+
+def run_seconds(run: Run) -> float | None:
+    """How long the run took, or how far its metrics reach."""
+    recorded = _known(run, "seconds")
+    seconds = (last_of(run.steps, rank).get("seconds") for rank in run.steps)
+    return recorded or max((float(one) for one in seconds if is_number(one)), default=None)
+
+
+def bytes_per_step(run: Run) -> float | None:
+    """Bytes that each worker sends in a step, without the shuffle of samples."""
+    return _per_step(run, "bytes_sent_per_step", "bytes_sent")
+
+
+def shuffle_bytes_per_step(run: Run) -> float | None:
+    """Bytes that each worker sends in a step for the ring shuffle of samples."""
+    return _per_step(run, "shuffle_bytes_sent_per_step", "shuffle_bytes_sent")
+
+
+def exposed_seconds(run: Run) -> float | None:
+    """How long communication is waited for in a step."""
+    return _per_step(run, "exposed_seconds_per_step", "exposed_seconds")
+
+
+def step_seconds(run: Run) -> float | None:
+    """How long a step takes: of all steps, as those that were logged may be slower or faster."""
+    return _per_step(run, "step_seconds", "train_seconds")
+
+
+def exposed_share(run: Run) -> float | None:
+    """Of the time in steps, what communication held up."""
+    return ratio(exposed_seconds(run), step_seconds(run))
+
+
+def throughput(run: Run) -> float | None:
+    """Samples a second of all workers together."""
+    rates = (samples_per_second(run, rank) for rank in run.steps)
+    return _known(run, "samples_per_second") or sum(filter(None, rates)) or None
+
+
+def samples_per_second(run: Run, rank: int) -> float | None:
+    """A rank's own rate: all its samples by all its time in steps, without the evaluations."""
+    last = last_of(run.steps, rank)
+    return ratio(last.get("samples"), last.get("train_seconds"))
+
+
+def lost_ranks(run: Run) -> list[int]:
+    """The ranks that died or left before the end, by the summary."""
+    recorded = run.summary.get("lost_ranks")
+    ranks = recorded if isinstance(recorded, list) else []
+    return sorted(rank for rank in ranks if isinstance(rank, int))
+
+
+def joined_ranks(run: Run) -> list[Record]:
+    """The records of the ranks that joined during the run, by the summary."""
+    recorded = run.summary.get("joined")
+    return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
+
+
+def of_rank(run: Run, name: str, rank: int) -> object:
+    """A rank's entry of a list over all ranks in the summary."""
+    values = run.summary.get(name)
+    return values[rank] if isinstance(values, list) and rank < len(values) else None
+
+
+def latest(records_of_rank: dict[int, list[Record]]) -> Record:
+    """The last record of the rank that came furthest."""
+    last = [records[-1] for records in records_of_rank.values() if records]
+    return max(last, key=lambda one: one["step"] if is_number(one.get("step")) else 0, default={})
+
+
+def last_of(records_of_rank: dict[int, list[Record]], rank: int) -> Record:
+    """The last record of a rank, empty when it has none."""
+    return next(reversed(records_of_rank.get(rank, [])), {})
+
+
+def ratio(part: object, whole: object) -> float | None:
+    """One number by another, None where that is no number."""
+    return part / whole if is_number(part) and is_number(whole) and whole > 0 else None
+
+
+def mean(values: Iterable[object]) -> float | None:
+    """The mean of the values that are numbers, None when none is."""
+    known = [value for value in values if is_number(value)]
+    return fmean(known) if known else None
+
+
+def _known(run: Run, name: str) -> float | None:
+    recorded = run.summary.get(name)
+    return float(recorded) if is_number(recorded) else None
+
+
+def _per_step(run: Run, in_summary: str, in_metrics: str) -> float | None:
+    recorded = _known(run, in_summary)
+    if recorded is not None:
+        return recorded
+    last = [last_of(run.steps, rank) for rank in run.steps]
+    return mean(ratio(one.get(in_metrics), one.get("step")) for one in last)
+
+
+def outcome_counts(run: Run) -> dict[str, int]:
+    """Exchanges of all ranks by outcome: of the summary, or of what else there is."""
+    counted = _counts(run.summary.get("outcomes"))
+    if counted or run.summary:
+        return counted
+    total: Counter[str] = Counter()
+    for counts in outcomes_by_rank(run).values():
+        total.update(counts)
+    return dict(total)
+
+
+def outcomes_by_rank(run: Run) -> dict[int, dict[str, int]]:
+    """Exchanges by outcome as each rank's metrics last had them."""
+    found = {rank: _counts(last_of(run.steps, rank).get("outcomes")) for rank in run.steps}
+    return {rank: counts for rank, counts in found.items() if counts}
+
+
+def rounds_late(run: Run) -> dict[int, Counter[str]]:
+    """For each rank in the trace, how many exchanges were mixed how many rounds late.
+
+    A round begins with its snapshot; what is mixed before the next snapshot is 0 rounds late.
     """
-    states = {
-        record.get("rank"): "left" for record in joined_ranks(run) if record.get("end") == "left"
+    snapshots: dict[int, list[tuple[float, int]]] = {}
+    for span in run.spans_named("snapshot"):
+        if type(round := span.attributes.get("round")) is int:
+            snapshots.setdefault(span.rank, []).append((span.end_us, round))
+    begun = {
+        rank: (
+            [end for end, _ in sorted(found)],
+            list(accumulate((round for _, round in sorted(found)), max)),
+        )
+        for rank, found in snapshots.items()
     }
-    states |= dict.fromkeys(lost_ranks(run), "lost")
-    end = "finished" if run.finished else "unfinished"
-    rows = []
-    for rank in run.ranks[:MAX_RANKS_LISTED]:
-        last = last_of(run.steps, rank)
-        rate = samples_per_second(run, rank)
-        replica, steps, void, late = (
-            of_rank(run.summary.get(f"{name}_per_rank"), rank, run.world_size)
-            for name in ("accuracy", "steps", "void_rounds", "late_rounds")
-        )
-        rows.append(
-            [
-                f"rank {rank}",
-                states.get(rank, end),
-                percent(replica),
-                number(last.get("loss")),
-                number(last.get("step") if steps is None else steps),
-                number(last.get("samples")),
-                number(rate and round(rate, 1)),
-                percent(ratio(last.get("exposed_seconds"), train_seconds(run, rank))),
-                number(void),
-                number(late),
-            ]
-        )
-    return rows
+    late: dict[int, Counter[str]] = {}
+    for span in run.spans_named("mix"):
+        round = span.attributes.get("round")
+        ends, rounds = begun.get(span.rank, ([], []))
+        # A tenth of a microsecond: times in the trace are rounded.
+        index = bisect_right(ends, span.start_us + 0.1)
+        if type(round) is int and index:
+            by = min(len(LATENESS) - 1, max(0, rounds[index - 1] - round))
+            late.setdefault(span.rank, Counter())[LATENESS[by]] += 1
+    return dict(sorted(late.items()))
 
 
-def ranks_left_out(run: Run) -> str:
-    """A sentence on the ranks that have no row; empty where all have."""
-    if len(run.ranks) <= MAX_RANKS_LISTED:
-        return ""
-    return (
-        f"The first {MAX_RANKS_LISTED} of {len(run.ranks):,} ranks; those of the others are in "
-        "summary.json and metrics-rank*.jsonl."
-    )
-
-
-RANK_HEAD = ["Rank", "State", "Accuracy of its replica", "Last loss", "Steps", "Samples"]
-RANK_HEAD += ["Samples/s", "Exposed", "Void rounds", "Late rounds"]
-OUTCOME_HEAD = ["Outcome", "Exchanges", "Share", "Meaning"]
-
-
-def outcome_rows(run: Run) -> list[list[str]]:
-    """A row for each outcome of exchanges: count, share and meaning."""
-    counts = outcome_counts(run)
-    total = sum(counts.values())
-    names = [*OUTCOMES, *sorted(counts.keys() - OUTCOMES.keys())] if counts else []
-    return [
-        [
-            name.replace("_", " "),
-            number(counts.get(name, 0)),
-            percent(ratio(counts.get(name, 0), total)),
-            OUTCOMES.get(name, ""),
-        ]
-        for name in names
-    ]
-
-
-def notices(run: Run) -> list[str]:
-    """Sentences that a reader must know before trusting the figures."""
-    found = []
-    reasons = run.summary.get("lost_because")
-    lost = lost_ranks(run)
-    for rank in lost[:_MAX_LOST]:
-        reason = reasons.get(str(rank)) if isinstance(reasons, dict) else None
-        found.append(f"Rank {rank} {reason or 'was lost during the run'}.")
-    if len(lost) > _MAX_LOST:
-        found.append(f"{len(lost) - _MAX_LOST:,} more ranks were lost; summary.json names them.")
-    joined = joined_ranks(run)
-    found += [_joined_note(one) for one in joined[:_MAX_LOST]]
-    if len(joined) > _MAX_LOST:
-        found.append(f"{len(joined) - _MAX_LOST:,} more ranks joined; summary.json names them.")
-    if run.summary.get("interrupted"):
-        found.append(
-            "The run was interrupted before its last step; the figures are those of that moment."
-        )
-    notes = run.summary.get("notes")
-    return [*found, *(map(str, notes) if isinstance(notes, list) else []), *run.problems]
-
-
-def _joined_note(record: Record) -> str:
-    """The work and the end of a rank that joined, in a sentence."""
-    end = {"left": " and left", "lost": " and was lost"}.get(str(record.get("end")), "")
-    steps, samples = number(record.get("steps")), number(record.get("samples"))
-    return (
-        f"Rank {record.get('rank')} joined from rank {record.get('from_rank')}, trained {steps} "
-        f"steps on {samples} samples{end}."
-    )
-
-
-def _strategy_note(run: Run) -> str:
-    workers = f"{run.world_size} worker{'s' * (run.world_size != 1)}"
-    return ", ".join([*map(str, strategy_is(run).values()), workers])
-
-
-def _accuracy_note(run: Run) -> str:
-    record = run.summary.get("accuracy_per_rank")
-    values = [
-        value
-        for value in (of_rank(record, rank, run.world_size) for rank in run.ranks)
-        if is_number(value)
-    ]
-    owner = run.summary.get("model_from_rank")
-    alone = run.summary.get("model_is_consensus") is False and owner is not None
-    whose = f"of rank {owner}'s replica" if alone else "of the average"
-    if not is_number(accuracy(run)):
-        whose = "not measured"
-    if not values:
-        return whose
-    return f"{whose}; single replicas {percent(min(values))} to {percent(max(values))}"
-
-
-def _throughput(run: Run) -> tuple[str, str]:
-    rate = throughput(run)
-    if rate is None:
-        return UNKNOWN, ""
-    return f"{number(round(rate) if rate >= 100 else rate)}/s", "samples, all workers together"
-
-
-def _progress_note(run: Run) -> str:
-    epochs = run.summary.get("epochs", latest(run.epochs).get("epoch"))
-    counts = {"steps": steps_made(run), "epochs": epochs}
-    return ", ".join(f"{number(n)} {name}" for name, n in counts.items() if is_number(n))
-
-
-def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
-    """Compare with what ring all-reduce of the same gradients would send, where that is known."""
-    ring = run.summary.get("all_reduce_bytes_per_step")
-    share = ratio(bytes_per_step, ring)
-    if share is None:
-        return "by each worker"
-    return f"by each worker; {share:.0%} of ring all-reduce ({byte_count(ring)})"
-
-
-def _exposed_share(run: Run) -> object:
-    return ratio(*exposed_and_step_seconds(run))
-
-
-Row = tuple[Any, ...]
-_FIGURES: tuple[tuple[str, Callable[[Run], object], Callable[[object], str]], ...] = (
-    ("Accuracy", accuracy, percent),
-    ("Training loss, last epoch", last_loss, number),
-    ("Consensus distance", consensus_distance, number),
-    ("Time", run_seconds, duration),
-    ("Steps", steps_made, number),
-    ("Time of a step", lambda run: exposed_and_step_seconds(run)[1], duration),
-    ("Exposed in a step", lambda run: exposed_and_step_seconds(run)[0], duration),
-    ("Exposed share", _exposed_share, percent),
-    ("Samples per second, all workers", throughput, number),
-    ("Sent per step and worker", bytes_per_step, byte_count),
-    (
-        "Ring all-reduce would send, computed",
-        lambda run: run.summary.get("all_reduce_bytes_per_step"),
-        byte_count,
-    ),
-    ("Ring shuffle, sent per step and worker", shuffle_bytes_per_step, byte_count),
-)
-
-
-def figure_rows(runs: list[Run]) -> list[Row]:
-    """A row a figure: its name, then for each run the value and its ratio to the first run's.
-
-    Figures that no run has are left out. The first run has no ratio.
-    """
-    rows: list[Row] = [
-        ("Strategy", *((strategy(run), "") for run in runs)),
-        ("Workers", *((number(run.world_size), "") for run in runs)),
-    ]
-    for name, read, write in _FIGURES:
-        values = [read(run) for run in runs]
-        if any(is_number(value) for value in values):
-            cells = [
-                (write(value), "" if index == 0 else _ratio_text(value, values[0]))
-                for index, value in enumerate(values)
-            ]
-            rows.append((name, *cells))
-    return rows
-
-
-def _ratio_text(value: object, first: object) -> str:
-    """A value by the first run's, as a factor; empty where there is none.
-
-    Example:
-        >>> _ratio_text(150, 100), _ratio_text(1, 3), _ratio_text(1, 0), _ratio_text(12_345, 1)
-        ('1.50x', '0.333x', '', '12,345x')
-    """
-    by_first = ratio(value, first)
-    if by_first is None:
-        return ""
-    if by_first >= 1000:
-        return f"{by_first:,.0f}x"
-    return f"{by_first:#.3g}x"
-
-
-def option_rows(runs: list[Run]) -> tuple[list[list[str]], list[list[str]]]:
-    """A row an option with each run's value: those that differ, and those that are the same.
-
-    An option that a run does not use does not differ, and one that no run uses is left out.
-    """
-    flat = [_flat(run.config) for run in runs]
-    names = dict.fromkeys(name for options in flat for name in options)
-    rows = [[name, *(options.get(name, UNKNOWN) for options in flat)] for name in names]
-    used = [(row, {*row[1:]} - {NOT_USED}) for row in rows]
-    different = [row for row, values in used if len(values) > 1]
-    return different, [row for row, values in used if len(values) == 1]
-
-
-def _flat(tree: Record) -> dict[str, str]:
-    """Options by their dotted names, as text; those that the run did not use are marked."""
-    found: dict[str, str] = {}
-    for name, value in tree.items():
-        if name in _NOT_OPTIONS:
-            continue
-        inner = (
-            {f"{name}.{key}": one for key, one in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
-        found |= {key: "none" if one is None else str(one) for key, one in inner.items()}
-    unused = tree.get("unused")
-    for name in unused if isinstance(unused, list) else ():
-        if name in found:
-            found[name] = NOT_USED
-    return found
+def _counts(counted: object) -> dict[str, int]:
+    if not isinstance(counted, dict):
+        return {}
+    return {str(name): int(count) for name, count in counted.items() if is_number(count)}

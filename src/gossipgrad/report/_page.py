@@ -10,48 +10,56 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from ._bars import bars
-from ._charts import charts
-from ._figures import (
+from ._curves import curves
+from ._figures import strategy
+from ._run import Run
+from ._spans import mixing, timeline, too_many_ranks
+from ._tables import (
     NOT_USED,
-    OUTCOME_HEAD,
-    RANK_HEAD,
+    exchange_table,
     figure_rows,
     headline,
     notices,
     option_rows,
-    outcome_rows,
-    rank_rows,
-    ranks_left_out,
+    rank_table,
 )
-from ._format import shortened
-from ._html import Drawing, Markup, disclosure, element, join, table
-from ._json import dumps_for_script
-from ._mixing import INTRODUCTION as MIXING
-from ._mixing import mixing, too_many_ranks
-from ._runs import Run, find_key
-from ._timeline import INTRODUCTION as TIMELINE
-from ._timeline import timeline
-from ._values import strategy
+from ._text import (
+    Drawing,
+    Markup,
+    disclosure,
+    dumps_for_script,
+    element,
+    join,
+    shortened,
+    table,
+)
 
 _OfRuns = list[tuple[Run, Drawing]]
-_SCRIPTS = ("page.js", "charts.js", "bars.js", "mixing.js", "timeline.js")
-_SUBTITLE_KEYS = ("model", "data", "optimizer")
+_SCRIPTS = ("page.js", "charts.js", "mixing.js", "timeline.js")
 _MAX_SPANS = 12_000
-_LONG_VALUE = 12  # characters that fit into the width of a card
+_MIXING = (
+    "How often each rank took in what another had sent, and how the first values of all ranks "
+    "would be mixed if each delivered exchange had weight one half."
+)
+_TIMELINE = (
+    "What each worker did, and what was on its way meanwhile. Drag to move, hold Ctrl and turn the "
+    "wheel to zoom. Perfetto (ui.perfetto.dev) shows all of trace.json."
+)
+_NO_TRACE = (
+    "There are no spans {}: trace.json is missing or empty. `gossipgrad train --trace 50` records "
+    "those of 50 steps."
+)
 
 
 def page(runs: list[Run]) -> str:
     """The whole page; with more than one run it compares the others with the first."""
     alone = runs[0] if len(runs) == 1 else None
-    drawn, stacked = charts(runs), bars(runs)
-    mixings = _of_each(runs, mixing)
+    drawn, mixings = curves(runs), _of_each(runs, mixing)
     max_spans = max(1000, _MAX_SPANS // len(runs))
-    timelines = _of_each(runs, lambda run: timeline(run.trace, max_spans=max_spans))
+    timelines = _of_each(runs, lambda run: timeline(run, max_spans=max_spans))
     data = {
         "runs": [run.name for run in runs],
         "charts": [chart.payload for chart in drawn],
-        "bars": [each.payload for each in stacked],
         "mixings": [_payload_of(run, found) for run, found in mixings],
         "timelines": [_payload_of(run, found) for run, found in timelines],
     }
@@ -69,8 +77,7 @@ def page(runs: list[Run]) -> str:
         subtitle=_subtitle(alone) if alone else _run_list(runs),
         notices=_notices(runs),
         figures=_cards(alone) if alone else _comparison(runs),
-        charts=_drawings(drawn, "chart", first="panel first"),
-        bars=_drawings(stacked, "bars"),
+        charts=_charts(drawn),
         mixing=_mixing(runs, mixings),
         timeline=_timeline(runs, timelines),
         tables=join(_tables(run, alone=alone is not None) for run in runs),
@@ -96,12 +103,17 @@ def _content_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+def _panel(*children: str) -> Markup:
+    return element("section", *children, class_="panel")
+
+
 def _subtitle(run: Run) -> Markup:
     """Model, data, optimizer, workers, seed and date, as far as they are known."""
-    named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
-    parts = [name for name in named if isinstance(name, str)]
+    keys = ("model", "data", "optimizer")
+    named = (run.summary.get(key) or run.config.get(key) for key in keys)
+    parts = list(dict.fromkeys(name for name in named if isinstance(name, str)))
     parts.append(f"{run.world_size} worker{'s' * (run.world_size != 1)}")
-    if type(seed := find_key(run.config, "seed")) is int:
+    if type(seed := run.config.get("seed")) is int:
         parts.append(f"seed {seed}")
     if run.started_seconds is not None:
         parts.append(f"{datetime.fromtimestamp(run.started_seconds):%Y-%m-%d %H:%M}")
@@ -110,29 +122,29 @@ def _subtitle(run: Run) -> Markup:
 
 def _run_list(runs: list[Run]) -> Markup:
     """The key to the curves: a button for each run that hides its own."""
+
+    def toggle(index: int, run: Run) -> Markup:
+        line = element("path", class_=f"line mean run-{index % 8}", d="M0 5H28")
+        return element(
+            "button",
+            element("svg", line, viewBox="0 0 28 10", aria_hidden="true"),
+            element("span", run.name),
+            type="button",
+            class_="run-toggle",
+            data_run=str(index),
+            aria_pressed="true",
+            title="Show or hide the curves of this run",
+        )
+
     items = [
         element(
             "li",
-            element(
-                "button",
-                _swatch(index),
-                element("span", run.name),
-                type="button",
-                class_="run-toggle",
-                data_run=str(index),
-                aria_pressed="true",
-                title="Show or hide the curves of this run",
-            ),
+            toggle(index, run),
             element("span", f"{strategy(run)}, {run.world_size} workers", class_="kicker"),
         )
         for index, run in enumerate(runs)
     ]
     return element("ul", *items, class_="runs")
-
-
-def _swatch(index: int) -> Markup:
-    line = element("path", class_=f"line mean run-{index % 8}", d="M0 5H28")
-    return element("svg", line, viewBox="0 0 28 10", aria_hidden="true")
 
 
 def _notices(runs: list[Run]) -> Markup:
@@ -144,23 +156,27 @@ def _notices(runs: list[Run]) -> Markup:
 
 
 def _cards(run: Run) -> Markup:
-    cards = []
-    for card in headline(run):
-        long = " long" * (len(card.value) > _LONG_VALUE)
-        value = element("span", card.value, class_=f"value{long}")
-        note = element("span", card.note, class_="note")
-        cards.append(
-            element("div", element("dt", card.label), element("dd", value, note), class_="card")
-        )
-    return element("dl", *cards, class_="cards")
+    def card(label: str, value: str, note: str) -> Markup:
+        # A number is never broken in two: a long one is set smaller.
+        size = "" if len(value) <= 8 else " long" if len(value) <= 13 else " text"
+        shown = element("span", value, class_=f"value{size}")
+        about = element("dd", shown, element("span", note, class_="note"))
+        return element("div", element("dt", label), about, class_="card")
+
+    return element("dl", *(card(*each) for each in headline(run)), class_="cards")
 
 
 def _comparison(runs: list[Run]) -> Markup:
+    def beside(text: str) -> Markup:
+        return element("span", text, class_="ratio")
+
     names = [run.name for run in runs]
     figures = [
-        [name, *(join([value, _beside(ratio)]) for value, ratio in cells)]
+        [name, *(join([value, beside(ratio)]) for value, ratio in cells)]
         for name, *cells in figure_rows(runs)
     ]
+    head = ["", *(join([name, beside("")]) for name in names)]
+    note = element("p", f"Beside each value: its ratio to that of {names[0]}.")
     different, same = option_rows(runs)
     marked = [
         [name, first]
@@ -173,29 +189,20 @@ def _comparison(runs: list[Run]) -> Markup:
     rest = disclosure(
         f"{len(same)} options that are the same", table("Same options", ["Option", *names], same)
     )
-    head = ["", *(join([name, _beside("")]) for name in names)]
-    note = element("p", f"Beside each value: its ratio to that of {names[0]}.")
     return join(
-        [
-            element("section", table("Figures", head, figures), note, class_="panel"),
-            element("section", options, *([rest] if same else []), class_="panel"),
-        ]
+        [_panel(table("Figures", head, figures), note), _panel(options, *([rest] if same else []))]
     )
 
 
-def _beside(text: str) -> Markup:
-    return element("span", text, class_="ratio")
-
-
-def _drawings(drawings: list[Drawing], kind: str, *, first: str = "panel") -> Markup:
+def _charts(drawings: list[Drawing]) -> Markup:
     # The legend and the drawing are put in by the page's script.
     figures = [
         element(
             "figure",
             element("figcaption", element("h2", each.title), element("p", each.description)),
-            element("div", class_=kind, **{f"data_{kind}": each.payload["id"]}),
-            disclosure("Values as a table", each.table()),
-            class_="panel" if index else first,
+            element("div", class_="chart", data_chart=each.payload["id"]),
+            disclosure("Values as a table", table(each.title, each.head, each.rows)),
+            class_="panel" if index else "panel first",
         )
         for index, each in enumerate(drawings)
     ]
@@ -206,47 +213,37 @@ def _mixing(runs: list[Run], mixings: _OfRuns) -> Markup:
     left_out = [element("p", why, class_="missing") for run in runs if (why := too_many_ranks(run))]
     if not mixings and not left_out:
         return Markup()
-    return element(
-        "section",
+    caption = "Exchanges taken, by rank"
+    return _panel(
         element("h2", "Who met whom"),
-        *([element("p", MIXING)] if mixings else []),
+        *([element("p", _MIXING)] if mixings else []),
         *left_out,
-        *_one_by_one(runs, mixings, kind="mixing", caption="Exchanges taken, by rank"),
-        class_="panel",
+        *_one_by_one(runs, mixings, kind="mixing", caption=caption),
     )
 
 
 def _timeline(runs: list[Run], timelines: _OfRuns) -> Markup:
     with_trace = [run for run, _ in timelines]
     without = [run.name for run in runs if run not in with_trace]
-    parts = [element("p", TIMELINE)] if timelines else []
+    parts = [element("p", _TIMELINE)] if timelines else []
     if without:
         whose = f"of {', '.join(without)}" if len(runs) > 1 else "of this run"
-        missing = (
-            f"There are no spans {whose}: trace.json is missing or empty. "
-            "`gossipgrad train --trace 50` records those of 50 steps."
-        )
-        parts.append(element("p", missing, class_="missing"))
+        parts.append(element("p", _NO_TRACE.format(whose), class_="missing"))
     caption = "Milliseconds in the time first shown, by rank"
-    return element(
-        "section",
-        element("h2", "Timeline"),
-        *parts,
-        *_one_by_one(runs, timelines, kind="timeline", caption=caption),
-        class_="panel",
-    )
+    shown = _one_by_one(runs, timelines, kind="timeline", caption=caption)
+    return _panel(element("h2", "Timeline"), *parts, *shown)
 
 
 def _one_by_one(runs: list[Run], found: _OfRuns, *, kind: str, caption: str) -> list[Markup]:
     """An element in which a script draws one run after another, and the tables of all of them."""
     if not found:
         return []
-    several = len(runs) > 1
+    is_alone = len(runs) == 1
     tables: list[Markup] = []
     for run, each in found:
-        if several:
+        if not is_alone:
             tables.append(element("p", f"{run.name}: {each.description}"))
-        tables.append(each.table(_caption(caption, run, several)))
+        tables.append(table(_caption(caption, run, alone=is_alone), each.head, each.rows))
     return [
         element("p", found[0][1].description, class_=f"{kind}-about"),
         element("div", class_=kind),
@@ -255,34 +252,25 @@ def _one_by_one(runs: list[Run], found: _OfRuns, *, kind: str, caption: str) -> 
 
 
 def _tables(run: Run, *, alone: bool) -> Markup:
-    ranks = table(_caption("Ranks", run, not alone), RANK_HEAD, rank_rows(run), text_columns={1})
-    if left_out := ranks_left_out(run):
-        ranks = join([ranks, element("p", left_out)])
-    tables = [ranks]
-    outcomes = outcome_rows(run)
-    if outcomes:
-        caption = _caption("Exchanges", run, not alone)
-        tables.append(table(caption, OUTCOME_HEAD, outcomes, text_columns={3}))
+    tables = [rank_table(run, _caption("Ranks", run, alone=alone))]
+    tables += filter(None, [exchange_table(run, _caption("Exchanges", run, alone=alone))])
     if alone:
-        return join(element("section", content, class_="panel") for content in tables)
-    summary = element("h2", f"Ranks and exchanges of {run.name}")
-    return element("section", disclosure(summary, *tables), class_="panel")
+        return join(map(_panel, tables))
+    return _panel(disclosure(element("h2", f"Ranks and exchanges of {run.name}"), *tables))
 
 
 def _details(run: Run, *, alone: bool) -> Markup:
     return join(
-        element(
-            "section",
+        _panel(
             disclosure(
-                element("h2", _caption(name, run, not alone)),
+                element("h2", _caption(name, run, alone=alone)),
                 element("pre", json.dumps(shortened(value), indent=2, default=str)),
-            ),
-            class_="panel",
+            )
         )
         for name, value in (("Configuration", run.config), ("Summary", run.summary))
         if value
     )
 
 
-def _caption(text: str, run: Run, several: bool) -> str:
-    return f"{text}, {run.name}" if several else text
+def _caption(text: str, run: Run, *, alone: bool) -> str:
+    return text if alone else f"{text}, {run.name}"

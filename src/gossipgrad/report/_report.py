@@ -3,11 +3,10 @@
 import os
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from ._page import page
-from ._runs import Run, read_run
+from ._run import Run, read_run
 
 
 def write_report(
@@ -93,4 +92,4 @@ def _with_unique_names(runs: list[Run], run_dirs: tuple[str | os.PathLike[str], 
         seen[name] += 1
         if seen[name] > 1:
             names[index] = f"{name} ({seen[name]})"
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return [run._replace(name=name) for run, name in zip(runs, names, strict=True)]

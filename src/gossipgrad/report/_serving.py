@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ._page import page
-from ._runs import read_run
+from ._run import read_run
 
 __all__ = ["ReportServer"]
 

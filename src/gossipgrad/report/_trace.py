@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ._json import dumps
+from ._text import dumps
 
 TRACE_FORMAT = "gossipgrad-trace"
 TRACE_VERSION = 1

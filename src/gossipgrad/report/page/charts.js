@@ -2,7 +2,7 @@
 // several runs a line for each.
 
 const chartHeight = 250;
-const margin = { top: 10, right: 12, bottom: 36, left: 56 };
+const margin = { top: 10, right: 12, bottom: 36 };
 const runStyles = 8;
 
 // A curve that spans this many times its least value is read better on a log scale.
@@ -34,7 +34,7 @@ function yScale(values, spec) {
   // Curves that start at 0 keep their log scale: what is below the floor is drawn on it.
   const positive = values.filter((v) => v > 0).sort((a, b) => a - b);
   const floor = positive[Math.floor(positive.length / 50)];
-  if (spec.yFormat === "number" && low >= 0 && positive.length && high / floor > logRatio) {
+  if (!spec.isShare && low >= 0 && positive.length && high / floor > logRatio) {
     low = floor * 0.8;
     high *= 1.15;
     const unit = span / Math.log(high / low);
@@ -42,10 +42,13 @@ function yScale(values, spec) {
     return { place, marks: logTicks(low, high), log: true };
   }
   if (low >= 0 && low < 0.5 * high) low = 0;
-  const pad = (high - low || Math.abs(high) || 1) * 0.06;
-  if (low !== 0) low -= pad;
-  high = spec.yFormat === "percent" ? Math.min(1, high + pad) : high + pad;
-  if (high <= low) high = low + pad;
+  let range = high - low;
+  // Less cannot be told apart: a level line with room above and below.
+  if (range <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) range = Math.abs(high) || 1;
+  // Shares end at 100 %, unless there are more.
+  const most = spec.isShare && high <= 1 ? 1 : Infinity;
+  if (low !== 0) low -= 0.06 * range;
+  high = Math.min(most, high + 0.06 * range);
   return {
     place: (v) => bottom - (span * (v - low)) / (high - low),
     marks: ticks(low, high, 5),
@@ -82,18 +85,18 @@ function legend(box, spec) {
 }
 
 function drawAxes(root, spec, scales, width) {
-  const { x, y, firstX, lastX, bottom, right, write } = scales;
-  for (const mark of y.marks) {
-    svg(root, "path", { class: "grid", d: `M${margin.left} ${y.place(mark)}H${right}` });
-    svg(root, "text", { class: "end", x: margin.left - 8, y: y.place(mark) + 4 }, write(mark));
-  }
-  svg(root, "path", { class: "axis", d: `M${margin.left} ${bottom}H${right}` });
+  const { x, y, texts, firstX, lastX, bottom, left, right } = scales;
+  y.marks.forEach((mark, i) => {
+    svg(root, "path", { class: "grid", d: `M${left} ${y.place(mark)}H${right}` });
+    svg(root, "text", { class: "end", x: left - 8, y: y.place(mark) + 4 }, texts[i]);
+  });
+  svg(root, "path", { class: "axis", d: `M${left} ${bottom}H${right}` });
   const marks = ticks(firstX, lastX, Math.max(2, width / 110));
   for (const mark of overTime ? marks : marks.filter(Number.isInteger)) {
     svg(root, "text", { class: "middle", x: x(mark), y: bottom + 16 }, words(mark));
   }
   const label = overTime ? "seconds since the start" : spec.xLabel;
-  svg(root, "text", { class: "middle", x: (margin.left + right) / 2, y: chartHeight - 4 }, label);
+  svg(root, "text", { class: "middle", x: (left + right) / 2, y: chartHeight - 4 }, label);
   if (y.log) svg(root, "text", { class: "end", x: right, y: chartHeight - 4 }, "log scale");
 }
 
@@ -110,14 +113,14 @@ function drawChart(root, spec, width) {
     return null;
   }
   const [firstX, lastX] = extent(points.map(([x]) => x));
-  const x = (v) =>
-    lastX === firstX
-      ? (margin.left + right) / 2
-      : margin.left + ((right - margin.left) * (v - firstX)) / (lastX - firstX);
   const y = yScale(points.flatMap(([, low, high]) => (high === undefined ? [low] : [low, high])), spec);
-  const write = spec.yFormat === "percent" ? percent : words;
+  const texts = y.log ? y.marks.map(words) : markTexts(y.marks, spec.isShare);
+  const left = Math.max(56, ...texts.map((text) => 7 * text.length + 12));
+  const x = (v) =>
+    lastX === firstX ? (left + right) / 2 : left + ((right - left) * (v - firstX)) / (lastX - firstX);
+  const write = spec.isShare ? percent : words;
   const bottom = chartHeight - margin.bottom;
-  const scales = { curves, x, y, firstX, lastX, bottom, right, write };
+  const scales = { curves, x, y, texts, firstX, lastX, bottom, left, right, write };
   drawAxes(root, spec, scales, width);
   const path = (at) => at.map(([px, py]) => `${x(px).toFixed(1)} ${y.place(py).toFixed(1)}`).join("L");
   for (const series of curves) {

@@ -50,25 +50,12 @@ function percent(value) {
   return `${(100 * value).toLocaleString("en", { maximumFractionDigits: 2 })}%`;
 }
 
-function byteCount(value) {
-  for (const [factor, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (value >= factor) return `${Number((value / factor).toPrecision(3))} ${unit}`;
-  }
-  return `${words(value)} B`;
-}
-
 function microseconds(value) {
   return value < 1000 ? `${words(value)} us` : `${words(value / 1000)} ms`;
 }
 
 function clamp(value, low, high) {
   return Math.min(high, Math.max(low, value));
-}
-
-// Text that fits about `width` pixels of the drawings' font.
-function shortened(text, width) {
-  const most = Math.max(3, Math.floor(width / 6.6));
-  return text.length <= most ? text : `${text.slice(0, most - 1)}\u2026`;
 }
 
 // Round values that divide [low, high] into about `count` parts.
@@ -91,6 +78,18 @@ function logTicks(low, high) {
   }
   const inside = found.filter((value) => value >= low && value <= high);
   return inside.length <= 7 ? inside : inside.filter((value) => /^[1.0e+-]+$/.test(String(value)));
+}
+
+// Marks of an axis as text: as many digits as tell one from the next.
+function markTexts(marks, isShare) {
+  const step = Math.min(...marks.slice(1).map((mark, i) => mark - marks[i]), Infinity);
+  const size = Math.max(...marks.map(Math.abs));
+  if (!Number.isFinite(step)) return marks.map(isShare ? percent : words);
+  const decimals = clamp(Math.ceil(-Math.log10(isShare ? 100 * step : step) - 1e-9) + 1, 0, 15);
+  if (isShare) return marks.map((v) => `${(100 * v).toLocaleString("en", { maximumFractionDigits: decimals })}%`);
+  if (size < 1e6 && size >= 1e-3) return marks.map((v) => v.toLocaleString("en", { maximumFractionDigits: decimals }));
+  const digits = clamp(Math.ceil(Math.log10(size / step)) + 1, 1, 10);
+  return marks.map((v) => (v === 0 ? "0" : v.toExponential(digits).replace(/\.?0*e/, "e")));
 }
 
 // A title and rows of [name, value], beside the point (x, y) of the viewport.

@@ -1,13 +1,13 @@
-"""The charts of one run or of several: curves, and the tables behind them."""
+"""The curves of one run or of several, and the tables behind them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from ._format import is_number, number, percent
-from ._html import Drawing
-from ._runs import Record, Run
+from ._figures import Metric, metric, ratio
+from ._run import Record, Run
+from ._text import Drawing, is_number, number, percent
 
 _MAX_POINTS = 500
 _MAX_TABLE_ROWS = 40
@@ -24,19 +24,14 @@ class Point(NamedTuple):
     seconds: float | None
 
 
-Curves = dict[int, list[Point]]
+Points = dict[int, list[Point]]  # by rank
 
 
 class Series(NamedTuple):
-    """One curve.
+    """One curve, and how it is drawn.
 
-    Attributes:
-        label: Its name.
-        role: How it is drawn: a rank's own, the mean of all, points measured exactly, or the range
-            of all ranks.
-        points: Of the curve; the lower edge of a range.
-        run: Index of its run; None if there is one run.
-        upper: The upper edge of a range, as many values as points.
+    Its role: a rank's own, the mean of all, points measured exactly, or the range of all ranks,
+    with `points` as its lower edge. Its run: an index, None if there is one run.
     """
 
     label: str
@@ -53,10 +48,10 @@ class Series(NamedTuple):
         return {"label": self.label, "role": self.role, "run": self.run, "points": points}
 
 
-def charts(runs: list[Run]) -> list[Drawing]:
+def curves(runs: list[Run]) -> list[Drawing]:
     """The curves that the runs have values for: all ranks of one, or the means of several."""
     drawn = [
-        _lines_chart(
+        _of_ranks(
             runs,
             lambda run: _by_rank(run.steps, "step", "loss"),
             key="loss",
@@ -64,7 +59,7 @@ def charts(runs: list[Run]) -> list[Drawing]:
             alone="Each worker's loss on its own batches ({lines}) and the mean (bold).",
             several="Mean over the workers of the loss on their own batches.",
         ),
-        _accuracy(runs),
+        _metric(runs),
         _consensus(runs),
         _chart(
             "disagreement",
@@ -73,15 +68,15 @@ def charts(runs: list[Run]) -> list[Drawing]:
             "epoch: the Jensen-Shannon distance (square root of nats), mean over the samples.",
             _exact(runs, "disagreement", alone="all replicas"),
         ),
-        _lines_chart(
+        _of_ranks(
             runs,
             _exposed_share,
             key="exposed",
             title="Exposed share",
             alone="Of the time in steps, what communication held up; less is better.",
-            y_format="percent",
+            is_share=True,
         ),
-        _lines_chart(
+        _of_ranks(
             runs,
             lambda run: _by_rank(run.epochs, "epoch", "samples_per_second"),
             key="throughput",
@@ -95,6 +90,14 @@ def charts(runs: list[Run]) -> list[Drawing]:
     return [chart for chart in drawn if chart is not None]
 
 
+def shared_metric(runs: list[Run]) -> Metric:
+    """The metric of all runs; of runs with different ones their names, and a plain number."""
+    found = list(dict.fromkeys(map(metric, runs)))
+    if len(found) == 1:
+        return found[0]
+    return Metric(", ".join(dict.fromkeys(one.name for one in found)), ".4g")
+
+
 def _chart(
     key: str,
     title: str,
@@ -102,7 +105,8 @@ def _chart(
     series: list[Series],
     *,
     x_label: str = "step",
-    y_format: Literal["number", "percent"] = "number",
+    is_share: bool = False,
+    write: Callable[[object], str] | None = None,
 ) -> Drawing | None:
     """A chart with its table, which has no more rows and columns than a reader can use."""
     if not series:
@@ -111,66 +115,68 @@ def _chart(
     shown = [each for each in lines if each.role != "rank"]
     if len(lines) - len(shown) <= _MAX_TABLE_RANKS:
         shown = lines
-    write = percent if y_format == "percent" else number
+    write = write or (percent if is_share else number)
     columns = [{point.x: point.y for point in each.points} for each in shown]
     kept = sorted({x for each in shown if each.role != "rank" for x in _spread(each)})
     payload = {
         "id": key,
         "xLabel": x_label,
-        "yFormat": y_format,
+        "isShare": is_share,
         "series": [each.payload() for each in series],
     }
-    return Drawing(
-        title=title,
-        description=description,
-        payload=payload,
-        head=[x_label.capitalize(), *(each.label for each in shown)],
-        rows=[
-            [number(x), *(write(column[x]) if x in column else "" for column in columns)]
-            for x in kept
-        ],
-    )
+    head = [x_label.capitalize(), *(each.label for each in shown)]
+    rows = [[number(x), *(write(one[x]) if x in one else "" for one in columns)] for x in kept]
+    return Drawing(title, description, payload, head, rows)
 
 
-def _lines_chart(
+def _of_ranks(
     runs: list[Run],
-    curves_of: Callable[[Run], Curves],
+    points_of: Callable[[Run], Points],
     *,
     key: str,
     title: str,
     alone: str,
     several: str | None = None,
     x_label: str = "step",
-    y_format: Literal["number", "percent"] = "number",
+    is_share: bool = False,
 ) -> Drawing | None:
     """A curve a rank and their mean, or the mean of each run; `{lines}` says how ranks look."""
-    series, thinned = _lines(runs, curves_of)
+    series, thinned = _lines(runs, points_of)
     text = alone.format(lines=_lines_are(runs)) if len(runs) == 1 else several or alone
-    return _chart(key, title, text + thinned, series, x_label=x_label, y_format=y_format)
+    return _chart(key, title, text + thinned, series, x_label=x_label, is_share=is_share)
 
 
-def _accuracy(runs: list[Run]) -> Drawing | None:
+def _metric(runs: list[Run]) -> Drawing | None:
     series: list[Series] = []
     is_average = set()
     for index, run in _numbered(runs):
-        curves = _by_rank(run.epochs, "epoch", "accuracy")
-        agreed = _agreed_on(curves)
+        points = _by_rank(run.epochs, "epoch", "accuracy")
+        agreed = _agreed_on(points)
         is_average.add(agreed is not None)
         if agreed is None:
-            series += _of_run(run, index, curves, 1)
+            series += _of_run(run, index, points, 1)
         elif agreed:
             label = "average of all replicas" if index is None else run.name
             series.append(Series(label, "exact", agreed, index))
-    description = "Of the average of all replicas, after each epoch."
+    text = "Of the average of all replicas, after each epoch."
     if is_average == {False} and len(runs) == 1:
         lines = _lines_are(runs)
-        description = f"After each epoch, as each worker found it ({lines}); the mean is bold."
+        text = f"After each epoch, as each worker found it ({lines}); the mean is bold."
     elif False in is_average:
-        description = (
+        text = (
             "After each epoch, of the average of all replicas or, where ranks kept different "
             "ones, the mean of what they found."
         )
-    return _chart("accuracy", "Accuracy", description, series, x_label="epoch", y_format="percent")
+    shared = shared_metric(runs)
+    return _chart(
+        "metric",
+        shared.name,
+        text,
+        series,
+        x_label="epoch",
+        is_share=shared.is_share,
+        write=shared.write,
+    )
 
 
 def _consensus(runs: list[Run]) -> Drawing | None:
@@ -185,8 +191,8 @@ def _consensus(runs: list[Run]) -> Drawing | None:
             "(bold), and the exact distance (dots)."
         )
     series += _exact(runs, "consensus_distance", alone="exact", several="{run}, exact")
-    description = f"How far the replicas are from their mean: {what}{thinned}"
-    return _chart("consensus", "Consensus distance", description, series)
+    text = f"How far the replicas are from their mean: {what}{thinned}"
+    return _chart("consensus", "Consensus distance", text, series)
 
 
 def _widths(runs: list[Run]) -> Drawing | None:
@@ -195,98 +201,84 @@ def _widths(runs: list[Run]) -> Drawing | None:
         rank = min(run.steps, default=0)  # widths are equal on all ranks
         records = [r for r in run.steps.get(rank, []) if isinstance(r.get("widths"), dict)]
         for layer in records[0]["widths"] if records else ():
-            flat = [record | {"width": record["widths"].get(layer)} for record in records]
+            points = [_point(one, one.get("step"), one["widths"].get(layer)) for one in records]
             label = layer if index is None else f"{run.name}, {layer}"
-            series += [
-                Series(label, "mean", points, index)
-                for points in _by_rank({rank: flat}, "step", "width").values()
-            ]
-    return _chart(
-        "widths",
-        "Width by layer",
-        "Neurons of each layer that apoptosis may narrow.",
-        series,
-    )
+            known = [point for point in points if point is not None]
+            series += [Series(label, "mean", known, index)] if known else []
+    text = "Neurons of each layer that apoptosis may narrow."
+    return _chart("widths", "Width by layer", text, series)
 
 
 def _exact(runs: list[Run], name: str, *, alone: str, several: str = "{run}") -> list[Series]:
     """What was measured exactly after epochs, of each run that has it."""
     series = []
     for index, run in _numbered(runs):
-        curves = _by_rank(run.epochs, "step", name)
-        if points := _agreed_on(curves) or _mean_of(curves):
+        points = _by_rank(run.epochs, "step", name)
+        if found := _agreed_on(points) or _mean_of(points):
             label = alone if index is None else several.format(run=run.name)
-            series.append(Series(label, "exact", points, index))
+            series.append(Series(label, "exact", found, index))
     return series
 
 
-def _lines(runs: list[Run], curves_of: Callable[[Run], Curves]) -> tuple[list[Series], str]:
+def _lines(runs: list[Run], points_of: Callable[[Run], Points]) -> tuple[list[Series], str]:
     """The series of all runs, and a sentence on how they were thinned if they were."""
-    curves = [curves_of(run) for run in runs]
-    longest = max((len(points) for its in curves for points in its.values()), default=0)
+    found = [points_of(run) for run in runs]
+    longest = max((len(points) for its in found for points in its.values()), default=0)
     group = -(-longest // _MAX_POINTS) or 1
     series = [
         line
-        for (index, run), its in zip(_numbered(runs), curves, strict=True)
+        for (index, run), its in zip(_numbered(runs), found, strict=True)
         for line in _of_run(run, index, its, group)
     ]
     return series, f" Each point of a line is the mean of {group} records." if group > 1 else ""
 
 
-def _of_run(run: Run, index: int | None, curves: Curves, group: int) -> list[Series]:
+def _of_run(run: Run, index: int | None, points: Points, group: int) -> list[Series]:
     """Ranks and mean of the only run, or the mean of one of several; thinned."""
     series: list[Series] = []
-    if index is None and len(curves) > _MAX_LINES:
-        parts = [[p for at_x in part for p in at_x] for part in _groups(_by_x(curves), group)]
+    if index is None and len(points) > _MAX_LINES:
+        parts = [[p for at_x in part for p in at_x] for part in _groups(_by_x(points), group)]
         low = [_mean_point(part)._replace(y=min(p.y for p in part)) for part in parts]
         high = [max(p.y for p in part) for part in parts]
         series.append(Series("least to greatest", "range", low, upper=high))
     elif index is None:
         series += [
-            Series(f"rank {rank}", "rank", _thin(points, group)) for rank, points in curves.items()
+            Series(f"rank {rank}", "rank", _thin(its, group)) for rank, its in points.items()
         ]
-    if mean := _mean_of(curves):
+    if mean := _mean_of(points):
         label = "mean" if index is None else run.name
         series.append(Series(label, "mean", _thin(mean, group), index))
     return series
 
 
-def _by_rank(records_of_rank: dict[int, list[Record]], x: str, name: str) -> Curves:
-    """A curve for each rank that has numbers under `name`."""
-    return _with_points(
-        (rank, [_point(r, r.get(x), r.get(name)) for r in records])
+def _by_rank(records_of_rank: dict[int, list[Record]], x: str, name: str) -> Points:
+    """The points of each rank that has numbers under `name`."""
+    return _known(
+        (rank, [_point(one, one.get(x), one.get(name)) for one in records])
         for rank, records in records_of_rank.items()
     )
 
 
-def _exposed_share(run: Run) -> Curves:
+def _exposed_share(run: Run) -> Points:
     """Of the time between two step records of a rank, the share that communication held up."""
-    return _with_points(
-        (
-            rank,
-            [
-                _point(record, record.get("step"), _interval_share(before, record))
-                for before, record in pairwise([{}, *records])
-            ],
+
+    def growth(name: str, before: Record, record: Record) -> float | None:
+        now, then = record.get(name), before.get(name) if before else 0
+        return now - then if is_number(now) and is_number(then) else None
+
+    def point(before: Record, record: Record) -> Point | None:
+        exposed, training = (
+            growth(name, before, record) for name in ("exposed_seconds", "train_seconds")
         )
+        share = ratio(exposed, training)
+        return _point(
+            record, record.get("step"), None if share is None else min(1.0, max(0.0, share))
+        )
+
+    return _known(
+        (rank, [point(before, record) for before, record in pairwise([{}, *records])])
         for rank, records in run.steps.items()
     )
-
-
-def _interval_share(before: Record, record: Record) -> float | None:
-    def growth(name: str) -> float | None:
-        """Of a count; the first record counts from 0."""
-        now, then = record.get(name), before.get(name) if before else 0
-        return float(now) - float(then) if is_number(now) and is_number(then) else None
-
-    exposed, steps, training = (
-        growth(name) for name in ("exposed_seconds", "step", "train_seconds")
-    )
-    if training is None and steps is not None and is_number(record.get("step_seconds")):
-        training = steps * float(record["step_seconds"])
-    if exposed is None or training is None or training <= 0:
-        return None
-    return min(1.0, max(0.0, exposed / training))
 
 
 def _point(record: Record, x: object, y: object) -> Point | None:
@@ -296,31 +288,31 @@ def _point(record: Record, x: object, y: object) -> Point | None:
     return Point(float(x), float(y), float(seconds) if is_number(seconds) else None)
 
 
-def _with_points(found: Iterable[tuple[int, list[Point | None]]]) -> Curves:
-    curves = {rank: [p for p in points if p is not None] for rank, points in found}
-    return {rank: points for rank, points in curves.items() if points}
+def _known(found: Iterable[tuple[int, list[Point | None]]]) -> Points:
+    points = {rank: [one for one in its if one is not None] for rank, its in found}
+    return {rank: its for rank, its in points.items() if its}
 
 
-def _by_x(curves: Curves) -> list[list[Point]]:
+def _by_x(points: Points) -> list[list[Point]]:
     """The points of all ranks at each x, in order."""
     together: dict[float, list[Point]] = {}
-    for points in curves.values():
-        for point in points:
+    for its in points.values():
+        for point in its:
             together.setdefault(point.x, []).append(point)
     return [together[x] for x in sorted(together)]
 
 
-def _mean_of(curves: Curves) -> list[Point]:
+def _mean_of(points: Points) -> list[Point]:
     """The mean over the ranks that have a value at that x."""
-    return [_mean_point(points) for points in _by_x(curves)]
+    return [_mean_point(at_x) for at_x in _by_x(points)]
 
 
-def _agreed_on(curves: Curves) -> list[Point] | None:
+def _agreed_on(points: Points) -> list[Point] | None:
     """The curve that all ranks have alike; None where two differ."""
-    at_each = _by_x(curves)
-    if any(point.y != points[0].y for points in at_each for point in points):
+    at_each = _by_x(points)
+    if any(point.y != at_x[0].y for at_x in at_each for point in at_x):
         return None
-    return [points[0] for points in at_each]
+    return [at_x[0] for at_x in at_each]
 
 
 def _thin(points: list[Point], group: int) -> list[Point]:
