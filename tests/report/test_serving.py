@@ -36,7 +36,7 @@ def test_the_page_follows_the_run_and_reloads_until_it_has_ended(tmp_path):
         assert str(folder) in text
         assert headers["Refresh"] == "2"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"train": {"model": "mlp", "seed": 3}}))
+        (folder / "config.json").write_text(json.dumps({"model": "mlp", "seed": 3}))
         step = {"event": "step", "step": 1, "loss": 2.5, "seconds": 1.0}
         (folder / "metrics-rank0.jsonl").write_text(json.dumps(step) + "\n")
         text, headers = fetch(server.url)

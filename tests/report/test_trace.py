@@ -32,14 +32,6 @@ def test_saves_a_header_and_a_line_a_span(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-def test_the_clocks_of_the_header_are_of_one_moment(tmp_path):
-    before, wall_before = time.perf_counter(), time.time()
-    (header,) = saved_lines(Trace(0), tmp_path / "trace.jsonl")
-    after, wall_after = time.perf_counter(), time.time()
-    assert before <= header["perf_counter_seconds"] <= after
-    assert wall_before - 0.05 <= header["wall_clock_ns"] / 1e9 <= wall_after + 0.05
-
-
 def test_drops_the_oldest_and_says_how_many(tmp_path):
     trace = Trace(2, max_spans=3)
     for i in range(5):
@@ -92,15 +84,6 @@ def test_odd_attributes_do_not_cost_the_trace(tmp_path):
     trace.span("mix", 0.0, 1.0, distance=math.nan, path=Path("a"), many=[1, math.inf])
     _, span = saved_lines(trace, tmp_path / "trace.jsonl")
     assert span["attributes"] == {"distance": None, "path": "a", "many": [1, None]}
-
-
-def test_recording_is_cheap():
-    trace = Trace(0)
-    start = time.thread_time()
-    for _ in range(20_000):
-        trace.span("mix", 0.0, 1.0, round=1)
-    # The type checks of the test run are included; without them it is a tenth of this.
-    assert time.thread_time() - start < 2.0
 
 
 @pytest.mark.parametrize(

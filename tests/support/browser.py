@@ -195,13 +195,6 @@ class Page:
         self._mouse("mouseReleased", x + by_x, y)
         self.settle()
 
-    def turn_wheel(self, selector: str, by_y: float, *, ctrl: bool) -> None:
-        """Turn the wheel over the middle of an element."""
-        x, y = self.place_of(selector)
-        turn = {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": by_y}
-        self.call("Input.dispatchMouseEvent", {**turn, "modifiers": 2 if ctrl else 0})
-        self.settle()
-
     def press(self, selector: str, key: str) -> None:
         """Press a key while an element has the focus and the pointer is out of the way."""
         self._mouse("mouseMoved", 1, 1)
