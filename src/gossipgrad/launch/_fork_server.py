@@ -35,17 +35,7 @@ def ensure_fork_server(preload: list[str]) -> None:
 
 
 class ForkedProcess:
-    """A function in a process of the fork server, with the interface of `subprocess.Popen`.
-
-    Args:
-        body: The function; its return value or SystemExit is the exit code.
-        environ: The environment of the process.
-        name: The name of the process.
-
-    Attributes:
-        pid: Its id.
-        stderr: Its standard error.
-    """
+    """A function in a process of the fork server, with the interface of `subprocess.Popen`."""
 
     def __init__(
         self, body: Callable[[], object], environ: Mapping[str, str], *, name: str

@@ -167,14 +167,6 @@ def make_batches(
 
     Shares of `shuffle` global are dealt again when ranks join or leave, where a run goes on without
     them; shards stay as they are: they stand for samples that one rank alone can reach.
-
-    Args:
-        config: The options.
-        samples: The training part.
-        rank: This rank.
-        world_size: How many there were at the start.
-        groups: Private groups by name; None: the default process group is there.
-        session: That of the strategy, if it has one.
     """
     threads = config.batch_threads
     if config.shuffle == "global":
@@ -224,20 +216,7 @@ def deal(
     world_size: int,
     seed: int,
 ) -> Int[np.ndarray, " share"]:
-    """A rank's shard for the whole run: equally many samples each, at most p - 1 in none.
-
-    Args:
-        labels: Deal by these, in order: a rank gets few classes. None: at random.
-        num_samples: In the training part.
-        rank: Whose shard.
-        world_size: How many there are.
-        seed: Of the random deal.
-
-    Example:
-        >>> labels = torch.tensor([1, 0, 0, 1, 0])
-        >>> [deal(labels, num_samples=5, rank=r, world_size=2, seed=0).tolist() for r in range(2)]
-        [[1, 2], [4, 0]]
-    """
+    """A rank's shard for the whole run: equally many samples each, at most p - 1 in none."""
     if labels is None:
         order = np.random.default_rng((seed, 0, 0, _STREAM)).permutation(num_samples)
     else:

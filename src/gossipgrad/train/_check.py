@@ -26,12 +26,7 @@ _LEAST_MUON_SHARE = 0.1
 
 
 def check(config: TrainConfig, world_size: int) -> None:
-    """Refuse a run that cannot work, and get its data ready.
-
-    Raises:
-        ValueError: Options do not fit each other, or a package is missing.
-        GossipError: The job cannot work, or the data set is missing and could not be fetched.
-    """
+    """Refuse a run that cannot work, and get its data ready."""
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)

@@ -30,13 +30,7 @@ _OF_A_RUN = frozenset({"strategy", "random", "loop"})  # beside replica and sess
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopState:
-    """Where a run goes on.
-
-    Attributes:
-        epoch: In which epoch.
-        batch: How many batches of it this rank has trained on.
-        metrics: What `Metrics.state` gave.
-    """
+    """Where a run goes on."""
 
     epoch: int
     batch: int
@@ -47,18 +41,6 @@ class Checkpoints:
     """The checkpoints of one rank: each rank saves its own state.
 
     In mode stale all come together for that, each as its position reaches the next checkpoint.
-
-    Args:
-        config: The options, resolved.
-        run_dir: Where they lie.
-        rank: This rank.
-        world_size: How many there are.
-        model: The replica.
-        optimizers: Train it.
-        strategy: Keeps replicas together.
-        device: Where the model is.
-        emit: Takes "checkpoint" events, each with a text for the user: what
-            could not be saved, or was left out.
     """
 
     def __init__(
@@ -84,11 +66,7 @@ class Checkpoints:
         self._last = self._base = 0
 
     def resume(self) -> LoopState:
-        """Brings everything where the checkpoint of `resume_step` has it; a collective.
-
-        Raises:
-            ValueError: A rank's state cannot be read, or does not fit; on all ranks that meet.
-        """
+        """Brings everything where the checkpoint of `resume_step` has it; a collective."""
         step, state, problem = self._config.resume_step, None, None
         assert step is not None, "the front door has chosen one"
         try:
@@ -118,12 +96,7 @@ class Checkpoints:
         return LoopState(**state["loop"])
 
     def begin(self, loop_state: LoopState | None, carried: Mapping[str, Any] | None = None) -> None:
-        """Gets ready to save, if that is asked for; a collective, but for one who joins.
-
-        Args:
-            loop_state: Where a run that is resumed goes on.
-            carried: For one who joins, what `carried` of another rank gave.
-        """
+        """Gets ready to save, if that is asked for; a collective, but for one who joins."""
         if carried is not None:
             assert loop_state is not None
             self._base = carried["base"]
@@ -172,12 +145,7 @@ class Checkpoints:
             self._emit({"event": "checkpoint", "text": text})
 
     def end(self, steps: int, loop_state: LoopState) -> str | None:
-        """Saves the last one, with all ranks that live; why there is none, if so; a collective.
-
-        Args:
-            steps: That this rank has made.
-            loop_state: Where the run would go on.
-        """
+        """Saves the last one, with all ranks that live; why there is none, if so; a collective."""
         if self._saver is None:
             return None
         label = self._strategy.checkpoint_label(steps) + self._base
@@ -295,22 +263,6 @@ def begin_from_consensus(
     Weights and moments are the mean of all that were saved, the run goes on in the epoch in which
     the furthest of these was, and all else, such as shares, residuals and learning rates, is that
     of a start with so many ranks.
-
-    Args:
-        config: The options.
-        run_dir: Where the checkpoints lie.
-        model: Gets the mean.
-        optimizers: Get the mean of the moments.
-        rank: This rank.
-        world_size: How many there are.
-        epoch_batches: Batches of an epoch of this start.
-
-    Returns:
-        Where the run goes on, and what the user should know of it; None where nothing is resumed,
-        or by the ranks that saved it.
-
-    Raises:
-        ValueError: A state cannot be read, or does not fit, or there is no consensus.
     """
     if config.resume is None:
         return None

@@ -15,11 +15,7 @@ _LOCAL_SIZES = {"torchrun": "LOCAL_WORLD_SIZE", "Slurm": "SLURM_STEP_TASKS_PER_N
 
 
 def check_device(config: TrainConfig) -> None:
-    """Refuse a GPU where there is none, and tell of one that is not used.
-
-    Raises:
-        ValueError: `device` is cuda, and there is no GPU that torch can use.
-    """
+    """Refuse a GPU where there is none, and tell of one that is not used."""
     if config.device == "cuda":
         find_device(config, rank=0)
     if config.device == "cpu" and not config.quiet and torch.cuda.is_available():
@@ -33,17 +29,7 @@ def check_device(config: TrainConfig) -> None:
 def find_device(
     config: TrainConfig, *, rank: int, environ: Mapping[str, str] = os.environ
 ) -> torch.device:
-    """The device of a rank: ranks of one machine share out its GPUs in turn.
-
-    Args:
-        config: The options.
-        rank: Of all; stands for the one on this machine where nothing else tells.
-        environ: Has the rank on this machine, where torchrun or Slurm have started the world. What
-            they leave to a process that starts the ranks itself is not theirs, but its own.
-
-    Raises:
-        ValueError: `device` is cuda, and there is no GPU that torch can use.
-    """
+    """The device of a rank: ranks of one machine share out its GPUs in turn."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cpu" or (config.device == "auto" and not count):
         return torch.device("cpu")

@@ -60,11 +60,9 @@ def clean_up(run_dir: RunDir, store: AskedStore, ranks: Iterable[int]) -> None:
 
 
 class Living:
-    """Which ranks live: each holds a lock on a file of its own, which the system frees at its end.
+    """Which ranks live: each locks a file of its own, which the system frees at its end.
 
-    Args:
-        run_dir: The folder.
-        seconds: How long a rank that has no such file is awaited, as one with a folder of its own.
+    One that has no such file, as with a folder of its own, is awaited for `seconds`.
     """
 
     def __init__(self, run_dir: RunDir, seconds: float) -> None:
@@ -80,14 +78,7 @@ class Living:
 
 
 class Ending:
-    """What one rank does at the end of the run; it counts as living from when this is made.
-
-    Args:
-        config: The options, resolved.
-        run_dir: The folder, the same for all ranks.
-        store: The store, which may be lost, or hang; with prefix `MAILBOX`.
-        rank: This rank.
-    """
+    """What one rank does at the end of the run; it counts as living from when this is made."""
 
     def __init__(self, config: TrainConfig, run_dir: RunDir, store: dist.Store, rank: int) -> None:
         assert config.nproc is not None, "resolve the configuration first"
@@ -112,9 +103,6 @@ class Ending:
 
         Called when this rank has handed in its result. All others that live are awaited. If the one
         that puts the run together dies over it, the next one begins again.
-
-        Raises:
-            RunFailedError: One died over it and left no weights where they were.
         """
         result = self._own["result"]
         ranks = {*self._founders, *map(int, result["joined"]), self._rank}

@@ -43,19 +43,7 @@ class Evaluation:
 
 
 class TestPart:
-    """The test part, and which share of it this rank evaluates when all do it together.
-
-    Args:
-        job: Whose test part.
-        rank: This rank.
-        world_size: How many there are.
-        threads: How many make batches ahead.
-        device: Where the model is.
-
-    Attributes:
-        metric: Its name and format, for files.
-        is_best: Whether the model of an evaluation with such a metric is kept, too.
-    """
+    """The test part, and which share of it this rank evaluates when all do it together."""
 
     __test__ = False  # no test case, whatever its name
 

@@ -18,18 +18,7 @@ from ._layout import RunDir
 
 
 class LinesFile:
-    """Appends whole lines; after an error it is as it was before, and can go on.
-
-    Args:
-        path: The file; replaced.
-        offset: Goes on with the old file behind so many bytes, which is cut off there; None: anew.
-
-    Attributes:
-        size_bytes: Of the file.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
+    """Appends whole lines; after an error it is as it was before, and can go on."""
 
     def __init__(self, path: Path, offset: int | None = None) -> None:
         goes_on = offset is not None and path.exists()
@@ -43,12 +32,7 @@ class LinesFile:
             self._go_back()
 
     def write(self, line: str) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: The disk does not take all of it; then it has none of it, or what cannot be cut
-                off now is before the next line.
-        """
+        """Append a line."""
         rest = memoryview(f"{line}\n".encode())
         whole = self.size_bytes + len(rest)
         if self._torn:
@@ -64,11 +48,7 @@ class LinesFile:
             raise
 
     def close(self) -> None:
-        """Close it; may be called again.
-
-        Raises:
-            OSError: The disk does not take what was written, as some say only now.
-        """
+        """Close it; may be called again."""
         self._file.close()
 
     def _go_back(self) -> None:
@@ -97,9 +77,6 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
     """Take the space that the model of a rank will need; local.
 
     Where the file system cannot, there is none until the end.
-
-    Raises:
-        GossipError: There is no such space.
     """
     tensors = model_tensors(model, copy=False).values()
     size_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors) + _HEADER_BYTES
@@ -109,12 +86,7 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
 
 
 def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> None:
-    """Leave the model of a rank for the rank that puts the run together.
-
-    Raises:
-        GossipError: There is no space for it; the last checkpoint stays.
-        FileNotFoundError: The run was put together meanwhile.
-    """
+    """Leave the model of a rank for the rank that puts the run together."""
     path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to go on from"
     if run_dir.holds_checkpoints:
         way_out = f"make room, and go on from the last checkpoint with --resume {run_dir.path}"
@@ -165,16 +137,7 @@ def leave_token(run_dir: RunDir) -> str:
 
 
 def check_shared(run_dir: RunDir, token: str, *, unless: Callable[[], object]) -> None:
-    """Refuse a folder that has the name of the one that rank 0 opened, and is another one.
-
-    Args:
-        run_dir: The folder, as this rank sees it.
-        token: What `leave_token` gave on rank 0.
-        unless: Called while this waits for the file to be seen; ends that by an error.
-
-    Raises:
-        ValueError: It is another one: ranks could not read each other's results.
-    """
+    """Refuse a folder that has the name of the one that rank 0 opened, and is another one."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         with suppress(OSError):

@@ -26,11 +26,6 @@ class Invitation:
     """How to join a run, or why nobody can.
 
     It gives no access: a joiner must know the secret of the run.
-
-    Attributes:
-        address: For `gg.join`; None if the run cannot be joined.
-        refusal: Why not.
-        data: Distinguishes its model and data set from others.
     """
 
     address: str | None
@@ -47,11 +42,7 @@ class Invitation:
 
     @classmethod
     def read(cls, run_dir: RunDir) -> "Invitation | None":
-        """What a run has left, None if there is none.
-
-        Raises:
-            ValueError: It cannot be read, or is no invitation.
-        """
+        """What a run has left, None if there is none."""
         try:
             content: dict[str, Any] = json.loads(run_dir.invitation.read_text())
             return cls(**content)

@@ -183,18 +183,6 @@ class RunJoiner:
     """Joins a run, and stops with it, or leaves it before.
 
     While it trains it polls whether the run stops.
-
-    Args:
-        address: Of the run, for `gg.join`.
-        run_dir: The folder of the run.
-        stop: Set from outside when this worker is to leave; set here when the run stops.
-        emit: Takes a "joined" event.
-
-    Attributes:
-        carried: The state of the donor's loop.
-        begun_step: The step of the run after which this worker begins.
-        rank: Its rank; None before it has joined.
-        mailbox: Where ranks leave what they have learned; None before it has joined.
     """
 
     def __init__(
@@ -230,11 +218,7 @@ class RunJoiner:
     def enter(
         self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
     ) -> gg.GossipSession:
-        """Join; model and optimizers are then those of a living rank, but for the initial rates.
-
-        Raises:
-            ValueError, GossipError: As `gg.join`.
-        """
+        """Join; model and optimizers are then those of a living rank, but for the initial rates."""
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         session = gg.join(
             model, optimizers, self._address, **settings, timeout_seconds=_JOIN_SECONDS
@@ -313,12 +297,7 @@ class RunJoiner:
 
 
 def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
-    """The run to join, as a worker here trains in it, and its invitation; gets its data ready.
-
-    Raises:
-        ValueError: It cannot be joined, or not from here.
-        GossipError: The data set is missing and could not be fetched.
-    """
+    """The run to join, as a worker here trains in it, and its invitation; gets its data ready."""
     run_dir = RunDir(options.run)
     if not run_dir.config.exists():
         raise ValueError(

@@ -24,23 +24,7 @@ _FILES = re.compile(
 
 
 class RunDir:
-    """The folder of one run and what lies where in it.
-
-    Attributes:
-        path: The folder.
-        config: All options.
-        summary: Figures of the whole run.
-        model: The exported weights.
-        best: Those of the best evaluation, where they are kept.
-        trace: Spans of all ranks as a Chrome trace.
-        report: The page to open.
-        checkpoints: Checkpoints of all ranks.
-        invitation: How more workers join the run, while it trains.
-        lock: Locked by all who take part in the run.
-        partial: What ranks leave for the one that puts the run together; removed at the end.
-        opened: Tells ranks of other machines whether theirs is the same folder.
-        resumes: Is there from when a run is resumed until its ranks have what they go on from.
-    """
+    """The folder of one run and what lies where in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +38,9 @@ class RunDir:
         self.invitation = path / "invitation.json"
         self.lock = path / ".lock"
         self.partial = path / "partial"
+        # By it ranks of other machines see whether theirs is the same folder.
         self.opened = self.partial / "opened"
+        # There from when a run is resumed until its ranks have what they continue from.
         self.resumes = self.partial / "resumes"
 
     def metrics(self, rank: int) -> Path:
@@ -202,19 +188,7 @@ def claim(
     overwrite: bool,
     hold: Callable[[RunDir], None] = lambda run_dir: None,
 ) -> RunDir:
-    """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None.
-
-    Args:
-        out: The folder.
-        name: Of the run.
-        overwrite: Whether to replace the run that it holds, if it is the folder of one.
-        hold: Called before anything in the folder is removed; raises ValueError if a run in it
-            lives.
-
-    Raises:
-        ValueError: `out` holds a run and `overwrite` is not set, or one that lives, or files that
-            no run has left and that this one would replace, or it cannot be written to.
-    """
+    """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None."""
     try:
         if out is None:
             number = 1

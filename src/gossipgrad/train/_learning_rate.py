@@ -17,25 +17,9 @@ class LearningRate:
     is rule `none`; what the paper's text says of it is not known to this project. `linear` and
     `sqrt` are the usual rules for large batches.
 
-    Attributes:
-        base: Given by the user, for one rank.
-        sharing_ranks: How many ranks' batches make up a step, p.
-        rule: The rate that schedules start from is `base` for `none`, `base * p` for `linear`,
-            `base * sqrt(p)` for `sqrt`.
-        schedule: What becomes of it, after the warm-up.
-        warmup_epochs: In these it rises from near 0, by the same amount every step.
-        step_epochs: Epochs between two drops of schedule `step`, counted from the start of the run.
-        gamma: What schedule `step` multiplies it by.
-
     References:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 2: linear scaling
         and warm-up. Deviation: (1) the warm-up begins near 0, not at the rate of one rank.
-
-    Example:
-        >>> rate = LearningRate(base=0.1, sharing_ranks=4, rule="linear", warmup_epochs=2)
-        >>> [round(rate.peak * rate.factor(step, steps_per_epoch=2, epochs=4), 3)
-        ...     for step in range(8)]
-        [0.1, 0.2, 0.3, 0.4, 0.4, 0.341, 0.2, 0.059]
     """
 
     base: float

@@ -20,13 +20,6 @@ def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
 
     The system frees it when a process ends, however it does; the file stays, and alone says
     nothing. Where files cannot be locked nobody is kept out.
-
-    Args:
-        run_dir: The folder, which is there.
-        first: Whether to refuse a run that somebody takes part in.
-
-    Raises:
-        ValueError: The run lives; nothing in its folder was touched.
     """
     try:
         file = run_dir.lock.open("a")

@@ -63,14 +63,7 @@ class WandB:
 
 
 class Loggers:
-    """Passes figures on to several loggers; one that raises is dropped, with one warning.
-
-    Args:
-        openers: What makes each logger, by its name.
-
-    Attributes:
-        notes: What went wrong, in words.
-    """
+    """Passes figures on to several loggers; one that raises is dropped, with one warning."""
 
     def __init__(self, openers: Mapping[str, Callable[[], Logger]]) -> None:
         self.notes: list[str] = []
@@ -143,12 +136,7 @@ def check_loggers(config: TrainConfig) -> None:
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a metrics record as `EVENT/NAME`, those in a dict as `EVENT/NAME/KEY`.
-
-    Example:
-        >>> scalars_of({"event": "step", "step": 3, "loss": 0.5, "outcomes": {"late": 1}})
-        {'step/loss': 0.5, 'step/outcomes/late': 1.0}
-    """
+    """The figures of a metrics record as `EVENT/NAME`, those in a dict as `EVENT/NAME/KEY`."""
     found: dict[str, float] = {}
     for name, value in record.items():
         parts = value.items() if isinstance(value, dict) else [("", value)]

@@ -34,11 +34,6 @@ class RunPosition:
     It is that of the strategy: this rank's steps, or in mode stale those of all rounds. In epochs
     in which ranks came or went it is the share of the epoch that all together have done; such an
     epoch ends for a rank when there is nothing left of it to train on.
-
-    Args:
-        strategy: Counts steps, or rounds.
-        batches: Know what is done of an epoch, if they are elastic.
-        resumed: The metrics of the loop_state where the run goes on, if it is resumed.
     """
 
     def __init__(
@@ -105,11 +100,7 @@ class Passes:
 
 
 class Best:
-    """The best evaluation, whose model the lowest living rank writes.
-
-    Attributes:
-        found: Its accuracy, epoch and step; None before the first.
-    """
+    """The best evaluation, whose model the lowest living rank writes."""
 
     def __init__(self, path: Path, keeps: Literal["highest", "lowest"], *, rank: int) -> None:
         self._path, self._sign, self._rank = path, 1 if keeps == "highest" else -1, rank
@@ -149,29 +140,6 @@ class Loop:
     An epoch is over when the run is at its end, though a slow rank may have made fewer steps of it:
     what is left of its share is drawn anew in the next. Where ranks came or went, it is over when
     nothing is left of it that this rank could train on.
-
-    Attributes:
-        strategy: Keeps the replicas together.
-        criterion: The loss of what the model returns and the targets.
-        optimizers: Update the replica, one after the other.
-        schedulers: Set their learning rates, step by step.
-        batches: Training samples of this rank.
-        position: Where the run is.
-        test: The test part.
-        device: Where the model is.
-        epochs: How many passes.
-        total_steps: Steps of the run, which ends after them in the middle of an epoch, too.
-        passes: How a step is made.
-        evaluate_every: Steps between evaluations beside those of the epochs.
-        best: Keeps the model of the best evaluation.
-        log_every: Steps between two step events in the metrics.
-        metrics: Where figures are counted and written.
-        spans: Where spans of time go.
-        stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
-        emit: Takes "progress", "members" and "epoch" events for the user.
-        checkpoints: Saves what it takes to go on.
-        loop_state: Where the run goes on, if it is resumed.
-        widths: By layer, of those that may shrink; None: the run has no apoptosis.
     """
 
     strategy: RunningStrategy
@@ -291,9 +259,6 @@ class Loop:
         """Count the losses of the last steps; on a GPU that waits for all its work.
 
         So it is done every `log_every` steps, at the end of an epoch and before a checkpoint.
-
-        Raises:
-            DivergedError: One is not finite.
         """
         if not self._unread:
             return

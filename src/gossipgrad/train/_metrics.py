@@ -19,24 +19,6 @@ class Metrics:
     """Counts what a rank has done and writes it down as it happens.
 
     What a full disk does not take is left out and counted, with one warning: the run goes on.
-
-    Args:
-        path: The file; replaced.
-        resumed: What `state` gave; the file goes on behind what was written by then.
-        loggers: Get the figures of each event, too; closed with the file.
-        now: The clock, in seconds.
-
-    Attributes:
-        steps: Made so far.
-        samples: In these steps.
-        epochs: Finished so far.
-        epoch_samples: Samples of the epoch so far.
-        train_seconds: Spent in steps.
-        counted_from: The step after which samples, times and bytes are counted: above 0 where
-            another number of ranks made the earlier ones.
-
-    Raises:
-        OSError: The file cannot be opened.
     """
 
     def __init__(
@@ -50,6 +32,7 @@ class Metrics:
         self.steps = 0
         self.samples = 0
         self.epochs = 0
+        # Above 0 where another number of ranks made the earlier steps: figures count from it.
         self.counted_from = 0
         self.train_seconds = 0.0
         self._now = now

@@ -26,14 +26,6 @@ def make_optimizers(
     and one weight decay serve both. `soap`, `kl-shampoo` and `shampoo` leave what is no matrix to
     an AdamW of their own.
 
-    Args:
-        config: The options, resolved.
-        model: What they train.
-        job: May have its own.
-
-    Raises:
-        ValueError: `optimizer` is muon, and nothing in the model is for it.
-
     References:
         Jordan et al., Muon, 2024, for which parameters; Liu et al., Muon is scalable for LLM
         training, arXiv:2502.16982, section 2.2, for the adjusted rate.
@@ -94,11 +86,6 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
     Convolutions are no matrices, and torch's Muon takes none: unlike the authors' own Muon, which
     flattens them, they are left to AdamW here. Embeddings are none of linear layers, also where a
     head shares their weights.
-
-    Example:
-        >>> from gossipgrad.train import MLP
-        >>> [tuple(parameter.shape) for parameter in muon_parameters(MLP(64, 128))]
-        [(128, 64), (128, 128)]
     """
     left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for head in heads(model):

@@ -58,12 +58,7 @@ def check_values(kind: Any, values: dict[str, Any]) -> None:
 
 
 def from_plain(kind: type, values: Any, name: str) -> dict[str, Any]:
-    """Values read from JSON as `kind` takes them: JSON does not tell 1 from 1.0.
-
-    Raises:
-        ValueError: `values` is no table of options, a name in it is not known to `kind`, or a value
-            is not allowed; `name` says where that is.
-    """
+    """Values read from JSON as `kind` takes them: JSON does not tell 1 from 1.0."""
     if not isinstance(values, dict):
         raise ValueError(f"{name} is {values!r}, but must hold options by their names.")
     hints = typing.get_type_hints(kind)

@@ -66,27 +66,6 @@ def train_rank(
     Runs `threads` threads of compute. On the CPU, with the same `config` and as many ranks, a run
     repeats bit for bit, for as long as every exchange is delivered: a rank that dies, or comes too
     late, changes what others mix, and on which samples they train.
-
-    Args:
-        config: The options; `lr` must be filled in.
-        job: What to train; its model is.
-        run_dir: Where files go.
-        rank: This rank; of a joiner its number on this machine, until it has a rank.
-        world_size: How many there are, or were at the start.
-        stop: Set from outside to end the run at the next step boundary.
-        emit: Takes events for the user: "ready", "progress", "members", "epoch",
-            "checkpoint".
-        groups: Private groups of the ranks, by name.
-        joiner: Joins the run, which trains already; None: takes part from its start.
-
-    Returns:
-        The figures of this rank.
-
-    Raises:
-        PeerLostError: An all-reduce found a rank gone.
-        EvictedError: The others have given this rank up; its weights are in `run_dir`.
-        DivergedError: The loss is no longer finite.
-        GossipError: There is no space for the model; without it, nothing is trained.
     """
     torch.set_num_threads(config.threads)
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again

@@ -43,14 +43,6 @@ def reopen(
     """The folder of the run that `config` resumes, and the options with the step filled in.
 
     What its last end has left stays as it is, until `begin_resumed`.
-
-    Args:
-        config: The options.
-        hold: Called before anything in the folder is touched; raises ValueError if the run lives.
-
-    Raises:
-        ValueError: There is no such run or checkpoint, it lives, or the options contradict those of
-            the run.
     """
     assert config.resume is not None
     run_dir = RunDir(config.resume)
@@ -100,12 +92,6 @@ def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool
 
     For each rank before it writes there. What the last end had put together is removed, `config` is
     written, and metrics of ranks that the run goes on without are put aside, into `former`.
-
-    Args:
-        config: The options, resolved.
-        run_dir: The folder.
-        rank: This rank.
-        anew: Whether its metrics begin anew, so that those that are there are put aside, too.
     """
     if config.resume is None:
         return

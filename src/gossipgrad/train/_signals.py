@@ -38,9 +38,6 @@ def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     all processes at once, and the workers of a DataLoader must outlive it to the last step.
 
     Outside the main thread Python delivers no signals, and nothing is caught.
-
-    Args:
-        on_stop: Called on each signal, in that thread.
     """
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():

@@ -12,13 +12,7 @@ _WARM_UP_STEPS = 5
 
 
 class StepSpans:
-    """A recorder that keeps the spans of `num_steps` steps near the start and drops the rest.
-
-    Args:
-        rank: Whose spans.
-        num_steps: Steps to keep; 0 records nothing.
-        total_steps: Steps of the run. The first five are left out where that many remain.
-    """
+    """A recorder that keeps the spans of `num_steps` steps near the start and drops the rest."""
 
     def __init__(self, rank: int, *, num_steps: int, total_steps: int) -> None:
         self._trace = Trace(rank) if num_steps else None

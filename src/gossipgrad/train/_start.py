@@ -30,15 +30,6 @@ class Start:
     Each rank arrives, learns from rank 0 what is run, loads its data, and begins when all are
     ready. A rank that fails ends the wait of all. One that does not arrive is awaited for
     `start_seconds` from the last arrival, and one that has arrived for half an hour more.
-
-    Args:
-        store: The store, which may be lost, or hang.
-        rank: This rank.
-        world_size: How many ranks there are.
-
-    Raises:
-        GossipError: A method waited in vain, the message names for whom; another rank has failed;
-            or the store cannot be reached.
     """
 
     def __init__(self, store: AskedStore, rank: int, world_size: int) -> None:

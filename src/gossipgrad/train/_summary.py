@@ -41,16 +41,6 @@ def compose(
 
     Figures a step are means over the ranks that reached their end. `accuracy` is that of the
     exported model, whichever the strategy.
-
-    Args:
-        config: The resolved options.
-        results: Of the ranks that reached their end, those that joined among them.
-        lost: Why each of the others did not.
-        world_size: How many ranks there were at the start.
-        exported: The rank whose model is exported.
-        stopped_by: The signal that ended the run early, if one did.
-        run_dir: Where the metrics of lost ranks are.
-        when_seconds: When others were seen to be lost, as far as that is known.
     """
     ranks = list(results.values())
     started = [result for rank, result in results.items() if rank < world_size] or ranks

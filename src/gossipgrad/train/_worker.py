@@ -84,17 +84,6 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
     at the one that ranks in lockstep agree on; a later one ends it at once. The launcher also
     ends processes that hang. The folder of the run has to be the same on all nodes.
-
-    Args:
-        config: The options; None: those that the launcher has left in the store.
-        world: Which rank this is.
-        show_config: Print `config.json` before the start.
-
-    Raises:
-        ValueError, GossipError: As by `run`; rank 0 alone raises for a mistake in the options.
-        RunFailedError: This rank failed.
-        GossipError: The store cannot be reached, or a rank does not come in time; its name is in
-            the message.
     """
     if config is not None and config.nproc not in (None, world.world_size):
         raise ValueError(
@@ -123,11 +112,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
 
 
 class _Worker:
-    """A rank of a run, as far as it is.
-
-    Attributes:
-        start: The start of the run, once there is a store.
-    """
+    """A rank of a run, as far as it is."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -281,17 +266,7 @@ def open_folder(
     hold: Callable[[RunDir], None],
     show_config: bool = False,
 ) -> tuple[TrainConfig, RunDir]:
-    """The folder of a run that begins or goes on, and its options with nothing left to a default.
-
-    Args:
-        config: The options.
-        world_size: Number of ranks.
-        hold: As in `claim` and `reopen`.
-        show_config: Print `config.json`.
-
-    Raises:
-        ValueError: As by `claim` and `reopen`.
-    """
+    """The folder of a run that begins or is resumed, and its options without defaults."""
     if config.resume is None:
         run_dir = claim(config.out, name=config.label, overwrite=config.overwrite, hold=hold)
         config = config.named()

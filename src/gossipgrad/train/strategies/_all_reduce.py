@@ -58,12 +58,6 @@ class AllReduce(Lockstep):
     after the first step, by the order in which gradients came: a run that is resumed would take its
     first step with other messages than one that was not, and where three ranks or more add up, the
     last bits go by an element's place in its message.
-
-    Args:
-        model: The replica.
-        stop: Set when the run is to stop.
-        delays: By step from 0, the least seconds from when the last gradients of a step are handed
-            over to when their average is there.
     """
 
     def __init__(

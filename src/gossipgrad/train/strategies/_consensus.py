@@ -15,12 +15,7 @@ TRIES = 3  # one that dies in the middle of each is not to be expected
 
 
 class InSession(RunningStrategy):
-    """A session keeps the replicas together.
-
-    Args:
-        model: The replica.
-        session: Keeps it together with the others'; closed with this object.
-    """
+    """A session keeps the replicas together."""
 
     replicas_differ = True
 
@@ -65,11 +60,7 @@ class InSession(RunningStrategy):
 
 
 class MissedError(GossipError):
-    """The others are at a later evaluation: this one came about for them, and broke here.
-
-    Attributes:
-        latest: The epochs over at theirs; 0 where it is not known.
-    """
+    """The others are at a later evaluation: this one came about for them, and broke here."""
 
     def __init__(self, message: str, *, latest: float = 0) -> None:
         super().__init__(message)
@@ -89,17 +80,6 @@ def consensus_evaluation(
     Ranks may come here after unequal steps, some for the last time and some not: all then take it
     for the last. A rank at an earlier evaluation than others gets a `MissedError`, and these wait
     until it comes for theirs.
-
-    Args:
-        session: Whose consensus.
-        model: What it trains.
-        test: What to evaluate on.
-        epoch: Epochs that are over then; an evaluation may fail on some ranks alone.
-        final: Whether this rank comes for the last time.
-
-    Raises:
-        MissedError: The others are at a later evaluation.
-        GossipError: A rank has died in the middle, and the living may try again.
     """
     while True:
         with session.consensus():

@@ -22,10 +22,6 @@ class Lockstep(RunningStrategy):
 
     When a peer dies, the step it is missed in raises, and so the run ends. When any rank has the
     signal to stop, all stop before the same step, at most eight steps later.
-
-    Args:
-        model: The replica.
-        stop: Set when the run is to stop.
     """
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:

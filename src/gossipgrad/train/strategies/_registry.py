@@ -28,11 +28,7 @@ SECOND_ORDER_SECTION = "second_order"
 
 
 def find(name: str) -> Strategy:
-    """The strategy of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The strategy of that name."""
     if name not in STRATEGIES:
         raise ValueError(f"strategy is {name!r}, but must be one of {', '.join(STRATEGIES)}.")
     return STRATEGIES[name]
@@ -55,9 +51,6 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of every section: those that are given, and the defaults of the others.
 
     Options of a section are an object of its type or, as JSON has them, values by name.
-
-    Raises:
-        ValueError: A section or an option is not known, or a value is not allowed.
     """
     types = options_by_section()
     if unknown := options.keys() - types.keys():

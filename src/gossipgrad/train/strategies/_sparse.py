@@ -56,14 +56,7 @@ class SparseConfig:
 
 
 def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int:
-    """Of each stage of the density's warm-up.
-
-    Example:
-        >>> warmup_steps(SparseConfig(), epochs=3, total_steps=300)
-        25
-        >>> warmup_steps(SparseConfig(), epochs=1, total_steps=100)
-        12
-    """
+    """Of each stage of the density's warm-up."""
     if options.density_warmup_steps is not None:
         return options.density_warmup_steps
     return total_steps // (len(_STAGES) * max(epochs, 2))
@@ -74,11 +67,6 @@ class Sparse(Lockstep):
 
     Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
     A checkpoint holds what each rank carries over; another number of ranks begins with nothing.
-
-    Args:
-        replica: What this rank trains.
-        setting: The ranks, and the run.
-        options: How gradients are merged, and what is sent.
     """
 
     def __init__(self, replica: Replica, setting: Setting, options: SparseConfig) -> None:

@@ -23,9 +23,6 @@ class LockstepStop:
 
     Every fourth step they begin to add up who has the signal, behind the steps that follow, and
     four steps later all stop if anyone had.
-
-    Args:
-        stop: Set when this rank has the signal.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -33,11 +30,7 @@ class LockstepStop:
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def should_stop(self, step: int) -> bool:
-        """Whether all stop before `step`; every rank asks before every step.
-
-        Raises:
-            RuntimeError: A rank is gone.
-        """
+        """Whether all stop before `step`; every rank asks before every step."""
         if step % _VOTE_STEPS:
             return False
         if self._vote is not None:
@@ -64,12 +57,6 @@ class RoundStop:
     highest one in the store; by then all have read all rounds, and stop there. A rank that does not
     find the others' rounds in time, or cannot reach the store, stops alone; where a wait for a
     partner was cut short, one may be ahead all the same. Without a signal the store is not asked.
-
-    Args:
-        group: Whose store, and which rank.
-        living: The ranks whose rounds are awaited.
-        in_round: Which round this rank is in.
-        beyond: The first round that no rank can be in as long as any is in a given one, or before.
     """
 
     def __init__(
@@ -126,21 +113,6 @@ def first_beyond(schedule: Schedule, living: Sequence[int], here: int) -> int:
     """The first round that no rank can be in as long as any is in round `here`.
 
     A rank is in the round after the next only when its partner of the next has reached that.
-
-    Args:
-        schedule: Who meets whom.
-        living: The ranks that take part.
-        here: A round.
-
-    Returns:
-        That round. Where the schedule does not connect all, one that is far enough for the parts.
-
-    Example:
-        >>> from gossipgrad.topology import dissemination, ring
-        >>> first_beyond(dissemination(2), [0, 1], 10)
-        12
-        >>> first_beyond(dissemination(4, rotate=False), range(4), 10)
-        13
     """
     alive = np.array(living, np.int64)
     # Row: the rank that stays in round `here`. Column: whether one can not have come to `round`.
@@ -158,11 +130,7 @@ _KEY = "gossipgrad/stopping"
 
 
 class StopFlag:
-    """Set once in the store by any rank of the start when the run stops; those who joined poll it.
-
-    Args:
-        store: That of the session, with the same prefix on all ranks.
-    """
+    """Set once in the store by any rank of the start when the run stops; joiners poll it."""
 
     def __init__(self, store: dist.Store) -> None:
         self._asked = AskedStore(store, timeout_seconds=_FLAG_SECONDS)
