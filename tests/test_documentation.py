@@ -24,7 +24,6 @@ from gossipgrad.cli._report import ReportOptions
 from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
-from support.agents import run_torchrun
 from support.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
@@ -83,22 +82,6 @@ def test_readme_script_runs_on_three_ranks():
     (script,) = blocks("python")
     printed = run_processes(3, readme_script, store.port, script, grouped=False)
     check_what_readme_script_prints("".join(printed))
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_readme_script_runs_under_torchrun(tmp_path):
-    (script,) = blocks("python")
-    (tmp_path / "train.py").write_text(script)
-    (command,) = [
-        line.removeprefix("$ ")
-        for block in blocks("console")
-        for line in block.splitlines()
-        if "torchrun" in line
-    ]
-    done = run_torchrun(command.split()[1:], tmp_path)
-    assert done.returncode == 0, done.stderr
-    check_what_readme_script_prints(done.stdout)
 
 
 def check_what_readme_script_prints(text):

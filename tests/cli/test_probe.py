@@ -88,10 +88,13 @@ def test_the_first_to_fail_is_named_and_the_others_are_ended(
     # However late it fails; but where one goes on for ever, nobody is awaited for long.
     monkeypatch.setattr(_probe, "_GRACE_SECONDS", 50.0 if message else 1.0)
     started = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        "subprocess.Popen", lambda *a, **b: started.append(popen(*a, **b)) or started[-1]
-    )
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr("subprocess.Popen", Popen)
     assert cli.main(["probe", "--nproc", "3"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -94,21 +94,6 @@ def test_a_rank_that_may_not_send_voids_its_round_and_nobody_waits_for_it(channe
     both(a, b, round=1)
 
 
-def test_a_rank_that_may_not_send_notifies_the_receiver_of_a_directed_round(channels):
-    liveness = Watching()
-    ends = channels(3, liveness=liveness)
-
-    def post_to_the_next(rank):
-        to, of = (rank + 1) % 3, (rank - 1) % 3
-        return ends[rank].post(0, 0, part(rank), send_to=to, recv_from=of)
-
-    first, last = post_to_the_next(0), post_to_the_next(2)
-    liveness.member = False
-    assert post_to_the_next(1).outcome is V
-    assert ends[2].take(last, 60.0) is V
-    assert ends[0].take(first, 60.0) is D
-
-
 def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     liveness = Watching()
     a, b = channels(liveness=liveness)
@@ -119,24 +104,6 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     until(lambda: b.poll() or b.bytes_received)
     assert post(b, 0, round=3).outcome is V, "a lives in generation 0 still: nobody waits for it"
     assert post(a, 1, round=4).outcome is V
-
-
-def test_the_living_go_on_with_each_other_when_two_are_expelled(channels):
-    liveness = Watching()
-    ends = channels(4, liveness=liveness)
-    a, b = ends[0], ends[2]
-    open_ones = post(a, 1), post(b, 3)
-    liveness.ranks = {1, 3}
-    for end in (a, b):
-        end.poll()
-        end.enter(1, 1, [0, 2])
-    assert [x.outcome for x in open_ones] == [X, X]
-    until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (1, 1))
-    both(a, b, round=1)
-    refused = a.refused
-    ends[1].post(9000, 0, part(0), send_to=0, recv_from=None)  # it trains on, alone and fast
-    until(lambda: a.poll() or a.refused > refused)
-    assert a.heard == 1
 
 
 # -- the end --------------------------------------------------------------------------------------

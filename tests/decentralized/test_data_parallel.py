@@ -118,29 +118,6 @@ def test_is_not_pickled_or_copied(copied):
 BUFFER = io.BytesIO()
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled(where):
-    """The eager backend runs the graph capture of torch.compile without a C++ compiler."""
-    torch._dynamo.reset()
-    inner = network()
-    if where == "inside":
-        model = gg.GossipDataParallel(torch.compile(inner, backend="eager"))
-        called = model
-    else:
-        model = gg.GossipDataParallel(inner)
-        called = torch.compile(model, backend="eager")
-        with pytest.raises(GossipError, match="would train alone"):
-            loss_of(called)
-    optimizer = sgd(list(model.parameters()))
-    before = [p.detach().clone() for p in inner.parameters()]
-    with model.attach(optimizer):
-        loss_of(called).backward()
-        optimizer.step()
-        with model.session.consensus():
-            assert torch.isfinite(loss_of(called))
-    assert not any(torch.equal(a, b) for a, b in zip(before, inner.parameters(), strict=True))
-
-
 def test_inside_another_module_keys_have_no_prefix_either():
     outer = nn.Sequential(alone(), nn.Linear(3, 1))
     saved = outer.state_dict()

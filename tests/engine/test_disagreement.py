@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
 from support.replicas import network, plain_sgd
 from support.sessions import run_sessions
-from support.waiting import NEVER_SECONDS
 
 BATCH = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
 
@@ -81,18 +79,3 @@ def test_different_batches_and_what_is_no_logits_are_refused_on_every_rank():
 
     run_sessions(2, use)
     run_sessions(1, use, make=lambda rank: Named(*network()))
-
-
-def test_is_of_those_that_live():
-    def use(me):
-        me.train()
-        me.group.barrier()
-        if me.rank == 2:
-            me.session.close()
-            return None
-        me.train_until(lambda: len(me.session.membership.living) == 2)
-        return me.session.disagreement(BATCH)
-
-    quick = gg.Heartbeats(interval_seconds=0.1, silent_seconds=NEVER_SECONDS)
-    first, second, _ = run_sessions(3, use, heartbeats=quick, leaves_together=False)
-    assert first == second > 0

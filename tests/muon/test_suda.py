@@ -8,7 +8,7 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.comm import Hub
 from gossipgrad.muon import BACKBONES, resolve_settings, suda
-from gossipgrad.muon._reference import Reference, Stacked
+from gossipgrad.muon._reference import Reference
 from gossipgrad.simulate import SudaRanks
 from support.ranks import run_ranks
 from support.replicas import network
@@ -116,48 +116,6 @@ def test_a_session_equals_the_reference(backbone, topology, options):
     found = on_ranks(4, rank_main, backbone=backbone, topology=topology, **options)
     expected = reference_of(4, backbone, topology, options.get("lazy", False), 6)
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-10)
-
-
-def test_any_polynomial_equals_the_stacked_form():
-    """The template with weights of the user's own, and one optimizer that is not Muon."""
-    rule = gg.Polynomial(a=(0.5, 0, 0.5), b2=(0.5, 0, -0.5), c=(0.25, 0.75))
-    W = np.array([[0.6, 0.3, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]])
-    goal = torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hub = Hub(3)
-
-    def rank_main(rank, group):
-        model = nn.Module()
-        model.x = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with suda(
-            model,
-            optimizer,
-            backbone=rule,
-            topology=W,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-        ) as session:
-            for _ in range(10):
-                (0.5 * (model.x - goal[rank]).square().sum()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            session.group.barrier()
-            return model.x.detach().clone()
-
-    found = torch.stack(run_ranks(3, rank_main))
-    w = torch.from_numpy(W)
-
-    def of(coefficients):
-        return sum(c * torch.linalg.matrix_power(w, k) for k, c in enumerate(coefficients))
-
-    X = torch.zeros(3, 2, 4, dtype=torch.float64)
-    stacked = Stacked((of(rule.a), of(rule.b2), of(rule.c)), w, X)
-    H = G_before = torch.zeros_like(X)
-    for _ in range(10):
-        G = X - goal
-        H = torch.einsum("ij,jmn->imn", w, H + G - G_before)
-        G_before, X = G, stacked.step(0.05 * H)
-    torch.testing.assert_close(found, X, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -151,24 +151,6 @@ def test_each_group_takes_the_method_that_suits_it():
     assert plan([1], [1], [again, dense]).groups == (Merge(0, 1, "again"),)
 
 
-def test_methods_cost_what_they_are_made_of():
-    sizes = np.array([1.0, 8.0, 100.0, 1000.0])
-    dense = dense_all_reduce(WIRE)
-    assert dense.select_seconds(sizes).tolist() == [0] * 4
-    assert dense.communicate_seconds(sizes).tolist() == (2 + 2 * sizes).tolist()
-    narrow = dense_all_reduce(WIRE, name="fp16", element_bytes=2, cast=SELECT)
-    assert narrow.select_seconds(sizes).tolist() == (1 + 0.125 * sizes).tolist()
-    assert narrow.communicate_seconds(sizes).tolist() == (3 + 1.125 * sizes).tolist()
-    pairs = np.array([1, 1, 10, 100])
-    alone = sparse_all_gather(WIRE, density=0.1, select=SELECT, world_size=4)
-    assert alone.communicate_seconds(sizes).tolist() == (2 + 4 * pairs).tolist()
-    add = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=1e-3)
-    options = {"density": 0.1, "select": SELECT, "pair_bytes": 6, "scatter": add}
-    for p in (2, 16):
-        found = sparse_all_gather(WIRE, world_size=p, **options).communicate_seconds(sizes)
-        assert found.tolist() == pytest.approx((2 + 3 * pairs + p * pairs / 1000).tolist())
-
-
 def test_the_timeline_is_what_finish_seconds_says():
     backward, sizes, methods = case(3, tensors=12)
     found = plan(backward, sizes, methods)

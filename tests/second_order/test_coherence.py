@@ -220,18 +220,6 @@ def test_settings_that_cannot_be_are_refused(options, message):
         share_roots(optimizer, **options)
 
 
-def test_another_optimizer_and_another_model_are_refused():
-    with pytest.raises(ValueError, match="SGD"):
-        share_roots(torch.optim.SGD([torch.ones(1)]))
-
-    def rank_main(rank, group, links):
-        _, optimizer = build(SOAP if rank else KLShampoo, Synchronous())
-        with pytest.raises(gg.AgreementError, match="rank 1"):
-            share_roots(optimizer, **links)
-
-    on_ranks(2, rank_main)
-
-
 def test_only_the_refreshes_that_are_due_are_sent():
     def rank_main(rank, group, links):
         model, optimizer = build(SOAP, Staggered(2))
@@ -244,3 +232,15 @@ def test_only_the_refreshes_that_are_due_are_sent():
 
     for share in on_ranks(2, rank_main):
         assert 0.1 < share < 0.25  # a third of refreshes, half of the units
+
+
+def test_another_optimizer_and_another_model_are_refused():
+    with pytest.raises(ValueError, match="SGD"):
+        share_roots(torch.optim.SGD([torch.ones(1)]))
+
+    def rank_main(rank, group, links):
+        _, optimizer = build(SOAP if rank else KLShampoo, Synchronous())
+        with pytest.raises(gg.AgreementError, match="rank 1"):
+            share_roots(optimizer, **links)
+
+    on_ranks(2, rank_main)

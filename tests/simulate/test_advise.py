@@ -65,24 +65,6 @@ def test_no_accuracy_is_claimed_past_the_ranks_that_were_measured(optimizer):
     assert found["allreduce, fp16"].is_assumed
 
 
-def test_of_optimizers_that_were_not_measured_only_all_reduce_is_known():
-    class Own(torch.optim.SGD.__mro__[1]):
-        def step(self, closure=None):
-            pass
-
-    model = nn.Linear(8, 1)
-    found = gg.advise(
-        model,
-        Own(model.parameters(), {}),
-        [torch.randn(4, 8)],
-        lambda model, x: model(x).square().mean(),
-        network=network(1),
-        world_size=8,
-    )
-    known = {name for name, choice in by_strategy(found).items() if choice.loss is not None}
-    assert known == {"allreduce", "allreduce, fp16"}
-
-
 @pytest.mark.skipif(not RESULTS.exists(), reason="the results are not in this copy")
 def test_losses_are_those_that_were_measured():
     names = {

@@ -8,6 +8,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.sparsification import _planner
+from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import assume_costs, on_ranks, same_weights, states_after
 from support.unchecked import types_unchecked
@@ -215,3 +216,18 @@ def test_a_density_that_costs_accuracy_is_warned_of(density):
     with pytest.warns(UserWarning, match="density") as warned:
         on_ranks(lambda me: None, "single", density=density)
     assert len(warned) == 2  # one a rank
+
+
+def test_a_gradient_that_no_optimizer_of_a_session_has_is_warned_of_once():
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
+            for _ in range(3):
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+            session.group.barrier()
+
+    with pytest.warns(UserWarning, match=r"'0\.weight' .*requires_grad_\(False\)") as told:
+        run_ranks(2, rank_main)
+    assert len(told) == 2  # one a rank

@@ -31,23 +31,6 @@ def test_what_is_carried_over_outlives_a_whole_round_that_is_not_finite():
     on_ranks(use, "single", density=density)
 
 
-@pytest.mark.filterwarnings("ignore:density=:UserWarning")
-def test_momentum_is_corrected_where_narrow_gradients_add_up_to_more_than_their_type_holds():
-    def make():
-        model = nn.Module()
-        model.p = nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
-        return model
-
-    def use(me):
-        for _ in range(3):
-            me.model.p.grad = torch.ones_like(me.model.p)
-            me.optimizer.step()
-        return me.carried()["p"].max()
-
-    for largest in on_ranks(use, "single", make=make, density=1e-4, momentum_correction=0.5):
-        assert largest == 1 + 1.5 + 1.75
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"plan": "layerwise"}, {"plan": "single", "select": "per_tensor"}, {"plan": "single"}],

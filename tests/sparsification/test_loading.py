@@ -116,26 +116,6 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks():
     on_ranks(use)
 
 
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [({}, "dense"), ({"methods": ("sparse",)}, "sparse"), ({"plan": "single"}, "sparse")],
-)
-def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, method, monkeypatch):
-    assume_costs(monkeypatch, sparse=1.0, dense=1e-3)
-    states = states_after(20, plan="optimal")
-    assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
-
-    def use(me):
-        me.session.load_state_dict(states[me.rank])
-        assert {of.method for of in me.session.stats().groups} == {method}
-        assert me.session.stats().residual_ratio is None
-        me.train(5)
-        assert {of.method for of in me.session.stats().groups} == {method}
-        assert me.session.stats().rounds == 25
-
-    on_ranks(use, make=another, **{"plan": "optimal", **settings})
-
-
 def test_a_state_of_other_trained_parameters_changes_nothing():
     def half_frozen():
         model = another()

@@ -17,21 +17,6 @@ from support.replicas import network
 from support.sparse import assume_costs, on_ranks, same_weights, slow_down, train
 
 
-@pytest.mark.parametrize(
-    ("rule", "tensors"),
-    [
-        *((name, [4]) for name in ("optimal", "greedy", "mg-wfbp", "single")),
-        *((name, [1, 1, 1, 1]) for name in ("layerwise", "wfbp")),
-        *((12, [1, 1, 1, 1]), (13, [2, 1, 1]), (10_000, [4])),
-    ],
-)
-def test_groups_to_begin_with(rule, tensors):
-    """One, where a rule waits for times; a threshold is met by the tensor that reaches it."""
-    for _, stats in train(2, 1, plan=rule, look=lambda s: s.stats()):
-        assert [group.tensors for group in stats.groups] == tensors
-        assert {group.method for group in stats.groups} == {"sparse"}
-
-
 @pytest.mark.parametrize("plan", ["optimal", "greedy", "mg-wfbp"])
 def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
     def use(me):
