@@ -1,7 +1,6 @@
 """What each transport must stand by itself: strangers, broken links, queues that are full."""
 
 import socket
-import time
 
 import pytest
 import torch
@@ -105,26 +104,6 @@ def test_a_payload_of_the_limit_arrives_and_none_above_it(encrypt, secret):
         ends[0].send(1, b"header", torch.zeros(size + 1, dtype=torch.uint8))
     for end in ends:
         end.close()
-
-
-def test_a_queue_that_was_full_while_a_rank_slept_goes_on(monkeypatch):
-    monkeypatch.setattr(_zeromq, "_QUEUED_MESSAGES", 4)
-    size = 1 << 18
-    a, b = (
-        Channel(end, run=RUN, plan=[Part(torch.float32, size)], credits=64)
-        for end in make_transports("zeromq", 2)
-    )
-    values = [torch.full((size,), float(r)) for r in range(40)]
-    given = [a.post(r, 0, values[r], send_to=1, recv_from=None) for r in range(40)]
-    time.sleep(0.3)
-    assert not given[-1].ticket.done
-    taken = [b.post(r, 0, values[0], send_to=None, recv_from=0) for r in range(40)]
-    for r, exchange in enumerate(taken):
-        assert b.take(exchange, HANG_SECONDS) is D
-        assert exchange.received.eq(r).all()
-    until(lambda: all(exchange.ticket.done for exchange in given))
-    a.close()
-    b.close()
 
 
 def test_a_failed_start_leaves_no_socket(monkeypatch):

@@ -49,21 +49,6 @@ def test_nobody_joins_a_run_whose_members_have_all_left():
     assert record.read() == over
 
 
-def test_a_record_forgets_the_first_of_many_that_joined_and_left_and_nobody_of_the_start():
-    """All members read it at every beat."""
-    store, first = dist.HashStore(), Membership.first(2)
-    record = Record(store, first)
-    known = newest = record.replace(first, first.without({1: "left"}, left=True, by=1))
-    for rank in range(2, 52):
-        joined = record.add(newest, rank, donor=0, introduction=("tcp://127.0.0.1:9",))
-        newest = record.replace(joined, joined.without({rank: "left"}, left=True, by=rank))
-        known = newest.remembering(known)
-    assert {*newest.gone} == {1, *range(20, 52)}
-    assert {*newest.joined} == {*range(20, 52)}
-    assert {*known.gone} == {1, *range(2, 52)} == {1, *known.joined}
-    assert newest.eviction_of(2).startswith("rank 2 was taken for dead long ago: it is no")
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -101,24 +101,6 @@ def test_a_late_neighbour_blocks_no_step():
     assert stats[0].rows_stale > 0
 
 
-def test_a_neighbour_that_hangs_costs_bounded_memory_and_no_row():
-    back, most = threading.Event(), []
-
-    def train(walker):
-        if walker.rank == 1:
-            assert back.wait(HANG_SECONDS)
-        for _ in range(60):
-            walker.steps(1)
-            time.sleep(0.001)
-            most.append(walker.shuffle.stats().extra_memory_bytes)
-        if walker.rank == 2:
-            back.set()
-
-    held, _ = run(4, train, credits=3)
-    assert sorted(flat(held)) == list(range(4 * SIZE))
-    assert 0 < max(most) <= 2 * 3 * BATCH * 8
-
-
 @pytest.mark.parametrize("p", [2, 3, 6])
 def test_a_killed_rank_takes_along_its_rows_and_those_on_their_way(p, caplog):
     def train(walker):

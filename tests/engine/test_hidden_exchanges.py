@@ -215,43 +215,6 @@ def test_the_update_does_not_wait_and_the_forward_pass_does():
     torch.testing.assert_close(also_mixed, mixed)
 
 
-def test_a_bucket_leaves_while_backward_still_runs():
-    """The partner has it before this rank's backward goes on."""
-
-    class Pause(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, call):
-            ctx.call = call
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            ctx.call()
-            return gradient, None
-
-    def rank_main(rank, group):
-        first, last = nn.Linear(4, 4), nn.Linear(4, 1)
-        model = nn.Sequential(first, last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        seen = []
-        with gg.gossip(
-            model, optimizer, process_group=group, mode="sync", update="in-backward", bucket_bytes=8
-        ) as session:
-
-            def look():
-                seen.append((last.weight.grad is None, session.stats().bytes_sent > before))
-
-            for _ in range(2):
-                before = session.stats().bytes_sent
-                last(Pause.apply(first(torch.ones(2, 4)), look)).sum().backward()
-                optimizer.step()
-            session.agree("done")
-        return seen
-
-    for seen in run_ranks(2, rank_main):
-        assert seen == [(True, True)] * 2
-
-
 def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
     """Backward needs the weights that forward has read; the late delta is not lost."""
     has_read, has_sent = threading.Event(), threading.Event()

@@ -121,26 +121,6 @@ def test_the_lowest_that_lives_gets_the_state_of_the_consensus_where_its_rank_is
     assert run_mortals(3, main) == [None, True, False]
 
 
-@pytest.mark.parametrize("others_call_it", [False, True])
-def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are_void(
-    others_call_it, caplog, monkeypatch
-):
-    monkeypatch.setattr("gossipgrad.engine._rounds._MOSTLY_VOID_SECONDS", 0.1)
-
-    def has_warned():
-        return sum("rounds were void" in record.message for record in caplog.records)
-
-    def use(me):
-        me.train(60)
-        if me.rank == 1 and not others_call_it:
-            me.train_until(has_warned)
-            me.train(100)
-        me.mean()
-
-    run(2, use)
-    assert has_warned() == (not others_call_it)
-
-
 @pytest.mark.parametrize("sees_it", [True, False], ids=["after the end", "in the same generation"])
 @pytest.mark.parametrize("end", ["closes", "fails"])
 def test_a_rank_that_comes_when_the_others_have_given_up_gets_an_error_once(sees_it, end):

@@ -108,24 +108,6 @@ def test_residuals_go_with_their_parameters_into_other_buckets_and_states():
     run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"density": [0.1, 0.3]}, r"'density' is 0\.3 on rank 1, but 0\.1 on rank 0"),
-        ({"value_dtype": [None, torch.bfloat16]}, r"'value_dtype' is torch\.bfloat16 on rank 1"),
-        ({"select": ["per_group", "per_tensor"]}, "'select' is per_tensor on rank 1"),
-    ],
-    ids=["density", "value_dtype", "select"],
-)
-def test_ranks_that_differ_are_told_what_in(settings, message):
-    def rank_main(rank, group):
-        own = {name: values[rank] for name, values in settings.items()}
-        with pytest.raises(gg.AgreementError, match=message):
-            CommHook(network(), process_group=group, **own)
-
-    run_ranks(2, rank_main)
-
-
 def test_a_rank_that_is_gone_fails_every_bucket_of_the_step():
     def rank_main(rank, group):
         model = network()

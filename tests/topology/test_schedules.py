@@ -80,25 +80,6 @@ def test_a_schedule_is_a_value_and_one_rank_answers_like_all_together(build, rou
         assert schedule.weight(round, rank) == schedule.round_weights(round)[rank]
 
 
-def test_relabellings_are_the_published_hash_in_plain_python():
-    """They are a wire format: every rank, platform and version computes the same."""
-
-    def hashed(value: int) -> int:
-        mask = 2**64 - 1
-        value = (value + 0x9E3779B97F4A7C15) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        return value ^ (value >> 31)
-
-    assert hashed(0) == 0xE220A8397B1DCDAF
-    for p, seed, period in ((8, 0, 0), (8, 0, 1), (100, 2**64 - 1, 2**50 + 3)):
-        keys = [hashed(hashed(hashed(seed) ^ period) ^ rank) for rank in range(p)]
-        rank_at = sorted(range(p), key=keys.__getitem__)
-        schedule = topology.dissemination(p, seed=seed)
-        send_to = schedule.round_peers(period * schedule.period).send_to
-        assert [send_to[rank_at[x]] for x in range(p)] == [rank_at[x - 1] for x in range(p)]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 13, 40, 41])
 def test_as_few_ranks_as_possible_sit_out_and_pairs_of_a_period_differ(world_size):
     for name in ("matching", "complete"):

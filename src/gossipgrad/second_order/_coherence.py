@@ -65,7 +65,7 @@ def share_roots(
 
     With `how="mean"` each rank computes all roots from its own factors, and uses the mean over
     ranks: inside a node, between the first ranks of nodes, and back. For `gg.Shampoo`: a mean of
-        bases is not a basis.
+    bases is not a basis.
 
     No rank waits for a late or dead one: if a root has not arrived `patience_seconds` after its
     factors were copied, this rank computes it or uses its own, counted in `stats.alone`. If
