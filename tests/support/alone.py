@@ -9,7 +9,7 @@ import torch
 
 from gossipgrad.data import Dataset
 from gossipgrad.train import Job, TrainConfig
-from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train._folder import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._result import RankResult
 from gossipgrad.train._tasks import load_job

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from gossipgrad.train import _checkpoints, _run
+from gossipgrad.train import _run, _state
 from gossipgrad.train._metrics import Event, Metrics
 from gossipgrad.train._worker import worker_main
 from support.waiting import HANG_SECONDS, until
@@ -39,7 +39,7 @@ def struck_at_start(rank: int, number: signal.Signals) -> Iterator[None]:
 
 
 def _held(*, gate: Path, steps: int) -> int:
-    _checkpoints._WRITE_SECONDS = HANG_SECONDS
+    _state._WRITE_SECONDS = HANG_SECONDS
     write = Metrics.write
 
     def held(metrics: Metrics, event: str, **values: object) -> Event:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import TrainConfig, config_of_run
+from gossipgrad.train._folder import claim
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._join import RunJoiner
-from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._state import reopen
 from gossipgrad.train._versions import versions
 from support.jobs import job_of
 from support.launched import count

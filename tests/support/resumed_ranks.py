@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from gossipgrad import checkpoint
 from gossipgrad.comm import Group
-from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
-from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train import TrainConfig, _state, config_of_run
+from gossipgrad.train._folder import RunDir, claim
 from gossipgrad.train._rank import train_rank
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._state import reopen
 from gossipgrad.train._tasks import load_job
 from gossipgrad.train.strategies import _stopping
 from support.waiting import HANG_SECONDS
@@ -72,7 +72,7 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     """
     torch.set_num_threads(1)
     # However slow the disk or a rank is, it is awaited: acts go on with what others have left.
-    _checkpoints._WRITE_SECONDS = HANG_SECONDS
+    _state._WRITE_SECONDS = HANG_SECONDS
     _stopping._GRACE_SECONDS = HANG_SECONDS
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

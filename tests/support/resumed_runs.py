@@ -34,7 +34,6 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     strategy = {k: v for k, v in strategy.items() if k not in left_out}
     return {
         **state,
-        "options": {**state["options"], "run_name": None},
         "loop": {**loop, "metrics": metrics},
         "session": session and session_of_training(session),
         "strategy": strategy,

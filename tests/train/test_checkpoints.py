@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from gossipgrad import checkpoint
-from gossipgrad.train import TrainConfig, _checkpoints
-from gossipgrad.train._checkpoints import Checkpoints, LoopState
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train import TrainConfig, _state
+from gossipgrad.train._folder import RunDir
+from gossipgrad.train._state import Checkpoints, LoopState
 from gossipgrad.train.strategies._local import Local
 from support.ranks import run_ranks
 
@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 @pytest.fixture(autouse=True)
 def any_disk(monkeypatch):
     """However slow the disk is, the checkpoint before is awaited, and none left out."""
-    monkeypatch.setattr(_checkpoints, "_WRITE_SECONDS", 50.0)
+    monkeypatch.setattr(_state, "_WRITE_SECONDS", 50.0)
 
 
 class Apart(Local):

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _save
 from gossipgrad.comm import Group
-from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
-from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train import TrainConfig, _state, config_of_run
+from gossipgrad.train._folder import RunDir, claim
 from gossipgrad.train._rank import train_rank
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._state import reopen
 from gossipgrad.train._tasks import load_job
 from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS
@@ -35,7 +35,7 @@ def play(tmp_path):
     However slow the disk is, the checkpoint before is awaited, and none left out.
     """
     patience = pytest.MonkeyPatch()  # a test undoes what it has patched itself
-    patience.setattr(_checkpoints, "_WRITE_SECONDS", 50.0)
+    patience.setattr(_state, "_WRITE_SECONDS", 50.0)
     threads = torch.get_num_threads()
 
     def trained(config):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gossipgrad.train import Outcome, RunFailedError, TrainConfig, _ending
 from gossipgrad.train._ending import Ending
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._folder import RunDir
 from support.hanging_store import Hanging
 from support.results import result
 from support.waiting import HANG_SECONDS

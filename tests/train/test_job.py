@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gossipgrad.data import ShardedSampler
 from gossipgrad.train import Job, JobError, TrainConfig
 from gossipgrad.train._check import check
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._state import reopen
 from support.alone import begin_alone, train_alone
 from support.launched import count
 from support.waiting import HANG_SECONDS, until

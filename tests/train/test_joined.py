@@ -10,7 +10,7 @@ from gossipgrad.comm import AskedStore, Membership
 from gossipgrad.report import write_report
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._ending import clean_up
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._folder import RunDir
 from gossipgrad.train._summary import compose
 from gossipgrad.train.strategies._gossip_run import Gossip
 from support.results import result

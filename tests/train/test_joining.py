@@ -10,8 +10,8 @@ from gossipgrad import checkpoint, data
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.errors import GossipError
 from gossipgrad.train import JoinConfig, RunFailedError, TrainConfig, join_run
+from gossipgrad.train._folder import RunDir
 from gossipgrad.train._invitation import Invitation, fingerprint_of, invite, root_of
-from gossipgrad.train._layout import RunDir
 from support.jobs import job_of, job_on
 
 

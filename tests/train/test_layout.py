@@ -3,7 +3,7 @@ import torch
 
 from gossipgrad import checkpoint
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train._folder import RunDir, claim
 
 
 def write_config(run_dir):

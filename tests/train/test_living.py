@@ -15,14 +15,13 @@ from gossipgrad.train import (
     RunFailedError,
     TrainConfig,
     World,
-    _lock,
+    _folder,
     _run,
     _worker,
     config_of_run,
     run,
 )
-from gossipgrad.train._layout import RunDir
-from gossipgrad.train._lock import hold_lock
+from gossipgrad.train._folder import RunDir, hold_lock
 from support.waiting import HANG_SECONDS
 
 HOLDS_ITS_LOCK = """
@@ -37,7 +36,7 @@ time.sleep(10_000)
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     """The folder of a run with a checkpoint."""
-    monkeypatch.setattr(_lock, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(_folder, "_PATIENCE_SECONDS", 0.1)
     made = RunDir(tmp_path)
     made.partial.mkdir()
     config(made).resolved(nproc=2, out=made.path).write(made.config, {})

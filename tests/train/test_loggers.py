@@ -12,9 +12,9 @@ import pytest
 
 from gossipgrad.train import TrainConfig, _loggers, config_of_run
 from gossipgrad.train._check import check
-from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train._folder import RunDir, claim
 from gossipgrad.train._loggers import Loggers, check_loggers, open_loggers
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._state import reopen
 from support.alone import begin_alone, train_alone
 
 

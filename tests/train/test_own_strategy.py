@@ -10,8 +10,8 @@ from gossipgrad import cli
 from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._check import check
-from gossipgrad.train._layout import claim
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._folder import claim
+from gossipgrad.train._state import reopen
 from gossipgrad.train.strategies import Strategy
 from gossipgrad.train.strategies._local import Local
 from support.alone import train_alone

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from gossipgrad.launch import Worker, launch
 from gossipgrad.train import GossipConfig, RunFailedError, run
-from gossipgrad.train._layout import claim
+from gossipgrad.train._folder import claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._tasks import load_job
 from support.held_workers import held_at

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gossipgrad.train._random_state import load_random_state, random_state, seed_rank
+from gossipgrad.train._state import load_random_state, random_state, seed_rank
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from gossipgrad import data
 from gossipgrad.errors import GossipError
 from gossipgrad.train import build_model
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._folder import RunDir
 from support.alone import begin_alone, train_alone
 
 

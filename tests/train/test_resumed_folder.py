@@ -9,8 +9,8 @@ import torch
 
 from gossipgrad import checkpoint
 from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
-from gossipgrad.train._layout import claim
-from gossipgrad.train._resume import begin_resumed, reopen
+from gossipgrad.train._folder import claim
+from gossipgrad.train._state import begin_resumed, reopen
 
 
 @pytest.fixture

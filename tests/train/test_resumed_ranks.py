@@ -8,9 +8,9 @@ import torch
 
 from gossipgrad import checkpoint, data
 from gossipgrad.train import GossipConfig, build_model, config_of_run
-from gossipgrad.train._checkpoints import begin_from_consensus
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._folder import RunDir
 from gossipgrad.train._optimizers import make_optimizers
+from gossipgrad.train._state import begin_from_consensus
 from support.processes import run_processes
 from support.resumed_ranks import Act, play
 from support.resumed_runs import assert_same_runs, state_of

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore
 from gossipgrad.errors import GossipError
-from gossipgrad.train import RunFailedError, TrainConfig, World, _files, _worker, run
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train import RunFailedError, TrainConfig, World, _folder, _worker, run
+from gossipgrad.train._folder import RunDir
 from support.hanging_store import Hanging
 from support.waiting import HANG_SECONDS
 
@@ -101,7 +101,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(store, tmp_path, monkeypatc
 
     (tmp_path / "there").mkdir()
     monkeypatch.setattr(_worker, "RunDir", Elsewhere)
-    monkeypatch.setattr(_files, "_VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(_folder, "_VISIBLE_SECONDS", 0.1)
     for end in take_part(0, 1, out=tmp_path / "here", strategy="local"):
         assert isinstance(end, RunFailedError)
         assert "not the same folder" in str(end)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gossipgrad.errors import GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, run
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._folder import RunDir
 from gossipgrad.train._worker import run_in_world
 from gossipgrad.train._world import World, find_world, open_store, slurm_rendezvous
 from support.agents import run_torchrun

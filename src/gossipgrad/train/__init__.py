@@ -15,10 +15,10 @@ from ._models import cross_entropy as cross_entropy
 from ._progress import show_metric as show_metric
 from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
-from ._resume import config_of_run as config_of_run
 from ._run import DEFAULT_NPROC as DEFAULT_NPROC
 from ._run import run as run
 from ._second_order import SecondOrderConfig as SecondOrderConfig
+from ._state import config_of_run as config_of_run
 from ._tasks import load_job as load_job
 from ._world import World as World
 from ._world import find_world as find_world

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ._files import write_whole
+from ._folder import write_whole
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
 from ._second_order import SECOND_ORDER, SecondOrderConfig

@@ -12,10 +12,8 @@ import torch.distributed as dist
 from gossipgrad.comm import AskedStore
 
 from ._config import TrainConfig
-from ._files import where_weights_are, write_whole
+from ._folder import RunDir, hold, is_held, where_weights_are, write_whole
 from ._invitation import withdraw
-from ._layout import RunDir
-from ._lock import hold, is_held
 from ._result import Outcome, RankResult, RunFailedError, exit_code_of
 from ._summary import choose_exported, compose, finish, known_joined
 

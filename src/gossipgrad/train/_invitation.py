@@ -14,8 +14,8 @@ from gossipgrad.data import Samples
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 
+from ._folder import RunDir
 from ._job import Job
-from ._layout import RunDir
 
 # Targets of so many samples tell two texts apart, which have no labels.
 _PROBED_SAMPLES = 64

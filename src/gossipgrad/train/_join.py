@@ -23,21 +23,19 @@ from gossipgrad import checkpoint, data
 from gossipgrad.comm import check_secret
 from gossipgrad.data import ElasticBatches
 
-from ._checkpoints import LoopState
 from ._config import TrainConfig
 from ._device import check_device
 from ._ending import MAILBOX, Ending
-from ._files import write_errors
+from ._folder import RunDir, hold_lock, write_errors
 from ._invitation import Invitation, fingerprint_of, root_of
 from ._job import Job
-from ._layout import RunDir
-from ._lock import hold_lock
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
 from ._progress import Progress
 from ._rank import train_rank
 from ._result import RunFailedError, exit_code_of, short_cause
 from ._signals import Stops, end_at_once, hear_stops
+from ._state import LoopState
 from ._tasks import load_job
 from .strategies import STRATEGIES, RunningStrategy, StopFlag
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from ._config import TrainConfig
-from ._layout import RunDir
+from ._folder import RunDir
 
 _CLOSE_SECONDS = 30.0
 

@@ -19,12 +19,12 @@ from gossipgrad.checkpoint import write_safetensors
 from gossipgrad.data import ElasticBatches
 
 from ._batches import Batches, RingBatches
-from ._checkpoints import Checkpoints, LoopState
 from ._evaluate import Evaluation, TestPart
 from ._job import split_batch, to_device
 from ._metrics import Event, Metrics
 from ._result import DivergedError
 from ._spans import StepSpans
+from ._state import Checkpoints, LoopState
 from .strategies import RunningStrategy
 
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from ._files import LinesFile
+from ._folder import LinesFile
 from ._loggers import Loggers, scalars_of
 
 Event = dict[str, Any]

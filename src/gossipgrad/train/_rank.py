@@ -23,23 +23,20 @@ from ._batches import (
     make_batches,
     notes_on,
 )
-from ._checkpoints import Checkpoints, LoopState, begin_from_consensus
 from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import Evaluation, TestPart
-from ._files import reserve_model, write_model
+from ._folder import RunDir, reserve_model, write_model
 from ._invitation import invite, withdraw
 from ._job import Job, JobError
-from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Best, Loop, Passes, RunPosition
 from ._metrics import Event, Metrics
 from ._optimizers import make_optimizers, make_schedulers, notes_on_muon, set_step
-from ._random_state import seed_rank
 from ._result import RankResult
-from ._resume import begin_resumed
 from ._shrinking import note_on_widths, shrink
 from ._spans import StepSpans
+from ._state import Checkpoints, LoopState, begin_from_consensus, begin_resumed, seed_rank
 from ._tasks import setting_of
 from .strategies import Replica
 

@@ -15,9 +15,7 @@ from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_se
 from ._check import check
 from ._config import TrainConfig
 from ._ending import MAILBOX, HandedIn, Living, clean_up, hand_in, read_end
-from ._files import where_weights_are
-from ._layout import RunDir
-from ._lock import hold_lock
+from ._folder import RunDir, hold_lock, where_weights_are
 from ._result import Outcome, RunFailedError, after_checks, exit_code_of
 from ._start import Start
 from ._worker import open_folder, run_in_world, worker_main

@@ -16,8 +16,7 @@ from typing import Any
 from gossipgrad.report import merge_traces, write_report
 
 from ._config import TrainConfig
-from ._files import write_whole
-from ._layout import RunDir
+from ._folder import RunDir, write_whole
 from ._result import RankResult
 from ._versions import versions
 from .strategies import ring_bytes

@@ -21,9 +21,7 @@ from ._check import check
 from ._config import TrainConfig
 from ._device import find_backend
 from ._ending import MAILBOX, Ending
-from ._files import check_shared, leave_token, write_errors
-from ._layout import RunDir, claim
-from ._lock import hold_lock
+from ._folder import RunDir, check_shared, claim, hold_lock, leave_token, write_errors
 from ._metrics import Event
 from ._progress import Progress
 from ._rank import train_rank
@@ -36,9 +34,9 @@ from ._result import (
     exit_code_of,
     short_cause,
 )
-from ._resume import reopen
 from ._signals import Stops, end_at_once, hear_stops
 from ._start import Start, StartFailedError
+from ._state import reopen
 from ._tasks import load_job
 from ._versions import versions
 from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
