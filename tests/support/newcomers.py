@@ -12,7 +12,7 @@ from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import TrainConfig, config_of_run
 from gossipgrad.train._folder import claim
 from gossipgrad.train._invitation import Invitation
-from gossipgrad.train._join import RunJoiner
+from gossipgrad.train._joiner import RunJoiner
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._state import reopen
 from gossipgrad.train._versions import versions

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from ._evaluate import Evaluation, TestPart
 from ._folder import RunDir, reserve_model, write_model
 from ._invitation import invite, withdraw
 from ._job import Job, JobError
+from ._joiner import RunJoiner
 from ._loggers import open_loggers
 from ._loop import Best, Loop, Passes, RunPosition
 from ._metrics import Event, Metrics
@@ -39,9 +40,6 @@ from ._spans import StepSpans
 from ._state import Checkpoints, LoopState, begin_from_consensus, begin_resumed, seed_rank
 from ._tasks import setting_of
 from .strategies import Replica
-
-if TYPE_CHECKING:
-    from ._join import RunJoiner
 
 
 def train_rank(
@@ -54,7 +52,7 @@ def train_rank(
     stop: threading.Event,
     emit: Callable[[Event], None],
     groups: Groups | None = None,
-    joiner: "RunJoiner | None" = None,
+    joiner: RunJoiner | None = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
@@ -153,7 +151,7 @@ class _Rank:
         world_size: int,
         stop: threading.Event,
         groups: Groups | None,
-        joiner: "RunJoiner | None",
+        joiner: RunJoiner | None,
         unstarted: ExitStack,
     ) -> None:
         self.config, self.job, self.run_dir, self.joiner = config, job, run_dir, joiner
