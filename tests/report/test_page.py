@@ -156,7 +156,7 @@ def test_a_metric_has_the_name_and_the_format_that_the_job_gave_it(
 
 def test_runs_are_measured_against_the_first(golden, copy_run, report, tmp_path):
     summary = {"accuracy": 0.5, "step_seconds": 1.0, "exposed_seconds_per_step": 0.5}
-    config = {"lr": 0.5, "unused": ["momentum"]}
+    config = {"lr": 0.5, "unused": ["momentum"], "run_name": "other"}
     other = copy_run(tmp_path / "other", summary=summary, config=config)
     page = report(golden, other)
     assert page.row("Accuracy") == ["Accuracy", "95.56%", "50.00%0.523x"]

@@ -19,19 +19,6 @@ def saved_lines(trace: Trace, path: Path) -> list[dict]:
     return [json.loads(line) for line in trace.save(path).read_text().splitlines()]
 
 
-def test_saves_a_header_and_a_line_a_span(tmp_path):
-    trace = Trace(3)
-    trace.span("mix", 1.0, 1.5, round=7)
-    trace.span("forward", 0.5, 0.75)
-    header, *spans = saved_lines(trace, tmp_path / "trace.jsonl")
-    assert {"rank": 3, "spans": 2, "dropped": 0, "earliest_seconds": 0.5}.items() <= header.items()
-    assert spans == [
-        {"name": "mix", "start": 1.0, "end": 1.5, "attributes": {"round": 7}},
-        {"name": "forward", "start": 0.5, "end": 0.75},
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
-
-
 def test_drops_the_oldest_and_says_how_many(tmp_path):
     trace = Trace(2, max_spans=3)
     for i in range(5):

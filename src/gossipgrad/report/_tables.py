@@ -51,7 +51,9 @@ from ._text import (
 _MAX_LOST = 16
 NOT_USED = "not used"
 # Where a run was written, and how it was shown, is no option; the formula follows from others.
-_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula", "strategy_is", "unused"})
+_NOT_OPTIONS = frozenset(
+    {"out", "overwrite", "quiet", "run_name", "lr_formula", "strategy_is", "unused"}
+)
 
 
 class Card(NamedTuple):
