@@ -1,6 +1,7 @@
 """Links between real processes."""
 
 import os
+import select
 
 import pytest
 import torch
@@ -38,6 +39,25 @@ def fork_and_close(rank, store):
     a.close()
     b.close()
     return os.waitstatus_to_exitcode(ended), outcomes
+
+
+def fork_beside_links(rank, store):
+    """Fork with a pipe whose other end the child closes, and then this process."""
+    transports = make_transports("zeromq", 2)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writer)
+        ended, *_ = select.select([reader], [], [], HANG_SECONDS)
+        os._exit(0 if ended else 1)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    for transport in transports:
+        transport.close(0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_keeps_no_pipe_open_beside_links():
+    assert run_processes(1, fork_beside_links, grouped=False) == [0]
 
 
 def test_a_forked_child_leaves_the_links_to_its_parent():

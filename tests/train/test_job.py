@@ -317,6 +317,50 @@ def test_sigterm_to_all_processes_at_once_keeps_the_run(project: Path):
     assert load_file(project / "run" / "model.safetensors")["weight"].shape == (2, 8)
 
 
+_STARTS_OTHERS = """
+import subprocess
+import torch
+from torch.utils.data import TensorDataset
+from gossipgrad.train import Job
+
+def measured(output, target):
+    with subprocess.Popen(["sleep", "86400"]) as other:
+        other.terminate()  # and then it is awaited
+    return output.argmax(-1) == target
+
+def job():
+    points = TensorDataset(torch.ones(8, 8), torch.ones(8, dtype=torch.long))
+    return Job(
+        model=torch.nn.Linear(8, 2),
+        train=points,
+        test=points,
+        loss=torch.nn.functional.cross_entropy,
+        metric=measured,
+    )
+"""
+
+
+@pytest.mark.process
+def test_a_job_can_end_processes_that_it_starts(project: Path):
+    """As `multiprocessing.Pool` does, too."""
+    (project / "others.py").write_text(_STARTS_OTHERS)
+    command = [sys.executable, "-m", "gossipgrad", "train", "--job", "others:job", "--nproc", "1"]
+    with subprocess.Popen(
+        [*command, "--epochs", "1", "--out", "run"],
+        cwd=project,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as running:
+        try:
+            _, told = running.communicate(timeout=240)
+        finally:
+            for pid in reversed(descendants(running.pid)):
+                os.kill(pid, signal.SIGKILL)
+            running.kill()
+    assert running.returncode == 0, told
+    assert summary(project / "run")["accuracy"] == 1.0
+
+
 def test_a_job_with_its_own_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
     options = {"epochs": 3, "trace": 0, "lr": 0.1}
     whole = train_alone(*begin_alone(tmp_path / "whole", **options), job=_loaded())

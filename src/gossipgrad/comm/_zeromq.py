@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import socket
+import stat
 import sys
 import threading
 import warnings
@@ -480,6 +481,9 @@ def _close_in_child() -> None:
     connected = {(_address_of(end), _port_of(end)) for _, (end, _) in links}
     for file in [*Path("/proc/self/fd").iterdir()] if links else ():
         descriptor = int(file.name)
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue  # a copy of a pipe would stay open, and its reader see no end
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6):
                 is_link = copy.getsockname()[1] in listened

@@ -27,6 +27,7 @@ from gossipgrad.data import (
 from gossipgrad.engine import Session
 
 from ._config import TrainConfig
+from ._signals import blocking_stops
 
 # A private group by its name, the same on all ranks.
 Groups = Callable[[str], Group]
@@ -148,7 +149,11 @@ class LoaderBatches:
             start_batch = 0
         elif hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        yield from islice(self._loader, start_batch, None)
+        with blocking_stops():  # a loader starts its workers here, or for its first batch
+            batches = islice(self._loader, start_batch, None)
+            first = list(islice(batches, 1))
+        yield from first
+        yield from batches
 
 
 AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches | LoaderBatches

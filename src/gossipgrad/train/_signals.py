@@ -28,14 +28,26 @@ class Stops:
 
 
 @contextmanager
+def blocking_stops() -> Iterator[None]:
+    """Block SIGINT and SIGTERM for processes that are started inside; other threads take them.
+
+    A batch system sends SIGTERM to all processes at once, and the workers of a DataLoader must
+    outlive it to the last step. No other process has them blocked: `multiprocessing.Pool`, for one,
+    ends its workers by SIGTERM and waits for them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     """Collect SIGINT and SIGTERM inside the block, in a thread of its own; then all is as it was.
 
     So a stop is heard while the main thread is inside a collective or waits for a store: neither
     comes back to Python before it is done.
-
-    Processes that are started inside have both signals blocked: a batch system sends SIGTERM to
-    all processes at once, and the workers of a DataLoader must outlive it to the last step.
 
     Outside the main thread Python delivers no signals, and nothing is caught.
     """
@@ -56,12 +68,9 @@ def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     wakeup = signal.set_wakeup_fd(wakeup_end.fileno(), warn_on_full_buffer=False)
     listener.start()
-    # The listener, which has begun, takes them; a child has the mask of the thread that starts it.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield stops
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
