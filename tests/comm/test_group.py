@@ -119,6 +119,15 @@ def test_a_rank_that_never_comes_is_awaited_up_to_the_timeout_and_named():
         Group(dist.HashStore(), 0, 2, timeout_seconds=0.3)
 
 
+def test_a_rank_that_comes_when_the_others_gave_up_is_told_so_and_not_of_the_network():
+    store = dist.HashStore()
+    with pytest.raises(GossipError):
+        Group(store, 0, 2, timeout_seconds=0.3)
+    with pytest.raises(GossipError, match="rank 0") as late:
+        Group(store, 1, 2, timeout_seconds=HANG_SECONDS)
+    assert "GLOO_SOCKET_IFNAME" not in str(late.value)
+
+
 def test_a_store_that_hangs_is_awaited_up_to_the_timeout_and_named():
     store = Hanging()
     try:

@@ -72,7 +72,8 @@ class Rendezvous:
         place, size = self._members.index(self._rank), len(self._members)
         deadline, soon = Deadline(timeout_seconds), Deadline(LATE_SECONDS)
         has_named = False
-        asked.ask(self._arrive, listen=listen)
+        if (gave_up := asked.ask(self._arrive, listen=listen)) is not None:
+            raise GivenUpError(f"rank {gave_up} waited for this rank, and gave up")
         while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
             listen()
             try:
@@ -85,6 +86,7 @@ class Rendezvous:
                 late(self._missing(here))
             if deadline.is_over():
                 missing = named(self._missing(here))
+                asked.ask(lambda store: store.set(self._vain, str(self._rank)))
                 raise GivenUpError(f"waited {timeout_seconds:g} s for {missing}")
             time.sleep(_POLL_SECONDS)
 
@@ -119,12 +121,26 @@ class Rendezvous:
         asked.begin(lambda store: store.delete_key(here[self._rank]))  # all members have read it
         return gloo
 
-    def _arrive(self, store: dist.Store) -> None:
-        """Report that this member is present, and whether members are on several hosts."""
+    @property
+    def _vain(self) -> str:
+        """The key of a member that has waited in vain."""
+        return f"{self._name}/vain"
+
+    def _arrive(self, store: dist.Store) -> int | None:
+        """Report that this member is present, and whether members are on several hosts.
+
+        Return a member that has given up waiting: this one would not reach it, and look for the
+        cause in the network.
+        """
+        if store.check([self._vain]):
+            if (gave_up := int(store.get(self._vain))) != self._rank:
+                return gave_up
+            store.delete_key(self._vain)  # it waits once more
         host = here()
         if store.compare_set(f"{self._name}/host", "", host).decode() != host:
             store.set(f"{self._name}/hosts", "")
         store.set(self._keys("here")[self._rank], "")
+        return None
 
     def call_roll(self, occasion: str) -> list[int]:
         """Return members that do not soon report a timeout of their own."""
