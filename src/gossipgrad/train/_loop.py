@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -324,7 +324,7 @@ class Loop:
 
     def _pass(self, x: Any, y: Tensor, step: int, *, share: float) -> Tensor:
         """One forward and backward pass of a step, for its share of the samples."""
-        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=self.passes.amp)
+        amp = torch.autocast(self.device.type, torch.bfloat16) if self.passes.amp else nullcontext()
         with self.spans.measure("forward", step), amp:
             outputs = self.strategy.forward(to_device(x, self.device))
             loss = self.criterion(outputs, y.to(self.device))
