@@ -190,3 +190,17 @@ def test_a_loaded_run_equals_the_uninterrupted_one(name, flatten, late, tmp_path
     for each in (optimizer, other):
         if name != "Muon":
             each.close()
+
+
+@pytest.mark.parametrize("make", [gg.Muon, gg.SOAP, gg.Shampoo, gg.KLShampoo])
+def test_counters_stay_on_the_cpu_under_another_default_device(make):
+    """The meta device stands for a GPU, where each look at a counter would wait."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = make(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with torch.device("meta"):
+        optimizer.step()
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    assert [(step.device.type, step.item()) for step in steps] == [("cpu", 1.0)] * len(steps)
+    assert steps

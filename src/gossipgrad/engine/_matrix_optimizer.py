@@ -211,7 +211,7 @@ class MatrixOptimizer(Optimizer):
         for p, state in zip(parameters, states, strict=True):
             if not state:
                 state |= {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device="cpu"),
                     "exp_avg": self.zeros(p),
                     "exp_avg_sq": self.zeros(p),
                 }

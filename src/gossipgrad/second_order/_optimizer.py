@@ -387,7 +387,10 @@ class SecondOrder(MatrixOptimizer):
                 stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
                 self.put(unit, name, stack)
         for parameter in parameters:
-            self.state[parameter] |= {"step": torch.tensor(0.0), "cohort": torch.tensor(cohort)}
+            self.state[parameter] |= {
+                "step": torch.tensor(0.0, device="cpu"),
+                "cohort": torch.tensor(cohort, device="cpu"),
+            }
         for unit in units:
             self._empty_state(unit)
             places = ((block.parameter, block.number) for block in unit.blocks)
@@ -463,13 +466,13 @@ class SecondOrder(MatrixOptimizer):
                 names = list(self.shapes(unit))
                 pending = self.refresher.pending(unit.index)
                 counts = [unit.step, *(saved[each][unit.index] for each in _COUNTS)]
-                is_pending = torch.tensor(int(pending is not None))
+                is_pending = torch.tensor(int(pending is not None), device="cpu")
                 if pending is None and self._is_late:
                     pending = tuple(torch.zeros(s, dtype=d) for s, d in self.root_parts(unit))
                 with self.use(unit, names, is_written=False) as stacks:
                     for row, block in enumerate(unit.blocks):
                         state = self.state[block.parameter]
-                        state[f"counts.{block.number}"] = torch.tensor(counts)
+                        state[f"counts.{block.number}"] = torch.tensor(counts, device="cpu")
                         for name, stack in zip(names, stacks, strict=True):
                             state[f"{name}.{block.number}"] = stack[row].clone()
                         if pending is not None:
