@@ -17,7 +17,7 @@ from support.processes import run_processes
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 from support.sessions import Trainer
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 LEASE = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=100.0)
 PATIENT = gg.Overlap(deadline_seconds=300.0, floor_seconds=300.0)
@@ -93,15 +93,28 @@ def test_nobody_waits_for_a_rank_whose_lease_ends_while_it_waits(topology, world
 
 @pytest.mark.parametrize("topology", ["dissemination", "matching"])
 def test_nobody_waits_for_long_while_the_store_stands_still(topology):
+    together, holds = threading.Barrier(3), [False] * 3
+
+    def train_until_all(me, condition):
+        """All ranks take equally many steps, so that none waits for one that is done."""
+        while True:
+            me.train(1)
+            holds[me.rank] = condition()
+            together.wait(HANG_SECONDS)
+            is_over = all(holds)
+            together.wait(HANG_SECONDS)
+            if is_over:
+                return
+
     def use(me, stores):
         me.train(4)
         me.group.barrier()
         stores[me.rank].answers.clear()
         watch = me.session._members.watch
-        me.train_until(lambda: watch.store_lost)
+        train_until_all(me, lambda: watch.store_lost is not None)
         me.train(8)
         stores[me.rank].answers.set()
-        me.train_until(lambda: watch.store_lost is None)
+        train_until_all(me, lambda: watch.store_lost is None)
         me.train(8)
         return me.outcomes["late"], me.session.membership.generation
 
