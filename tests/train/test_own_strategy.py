@@ -82,7 +82,8 @@ def train(tmp_path):
             config, run_dir = reopen(parse(["--resume", str(tmp_path / "run"), *arguments]))
         else:
             run_dir = claim(tmp_path / "run", name="", overwrite=True)
-            config = parse(["--strategy", "toy", "--checkpoint-every", "10", *arguments]).named()
+            chosen = ["--strategy", "toy", "--checkpoint-every", "10", "--lr-schedule", "constant"]
+            config = parse([*chosen, *arguments]).named()
         config = config.resolved(nproc=1, out=run_dir.path)
         config.write(run_dir.config, {})
         return train_alone(config, run_dir)
