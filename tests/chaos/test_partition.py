@@ -80,6 +80,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             watch = session._members.watch
             if not here:
                 watch._store = OutOfReach(watch._store)
+            together.wait(HANG_SECONDS)  # who is given up must not read it in the store
             if rank == 0:  # it would see no sign of life of these
                 take_for_dead(session, 2)
                 take_for_dead(session, 3)

@@ -117,7 +117,8 @@ def test_a_run_with_a_ring_tells_what_it_cost(tmp_path):
     assert (summary["shuffle"], summary["shards"]) == ("ring", "by-label")
     row_bytes = 64 * 4 + 8 + 8
     most = 718 * row_bytes / 12  # 12 batches an epoch; a round that is late sends nothing
-    assert 0 < summary["shuffle_bytes_sent_per_step"] < 1.01 * most
+    # Rows that waited at a slow rank are passed on beside those of its step.
+    assert 0 < summary["shuffle_bytes_sent_per_step"] < 2 * most
     assert summary["bytes_sent_per_step"] == 0
     lines = (tmp_path / "run" / "metrics-rank0.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines if '"step"' in line and '"loss"' in line]

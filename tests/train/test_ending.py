@@ -172,8 +172,8 @@ def test_those_who_joined_are_awaited_and_counted(run):
         run.end(store, rank, **knows(4, 5, 6))
     run._threads[1].join(0.5)
     assert not run.ends.get(0), "rank 6 lives"
-    lives.close()
     run.end(store, 6, **knows(4, 5, 6))
+    lives.close()
     ends = run.all()
     assert [one["end"] for one in ends[0]["joined"]] == ["left", "lost", "finished"]
     assert ends[0]["lost_because"] == {"5": "failed: no memory"}
