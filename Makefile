@@ -39,6 +39,7 @@ test-gpu: .venv/.test
 lint: .venv/.check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/ruff check --quiet
+	@imports=$$($(BIN)/lint-imports --no-cache --no-logo) || { echo "$$imports"; exit 1; }
 
 format: .venv/.check
 	$(BIN)/ruff format --quiet
