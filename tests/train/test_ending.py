@@ -11,7 +11,7 @@ from gossipgrad.train._ending import Ending
 from gossipgrad.train._folder import RunDir
 from support.hanging_store import Hanging
 from support.results import result
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, until
 
 LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
 HOW = {"from_rank": 1, "generation": 2, "when_seconds": 1e9}
@@ -173,6 +173,7 @@ def test_those_who_joined_are_awaited_and_counted(run):
     run._threads[1].join(0.5)
     assert not run.ends.get(0), "rank 6 lives"
     run.end(store, 6, **knows(4, 5, 6))
+    until(run.run_dir.rank_result(6).exists)
     lives.close()
     ends = run.all()
     assert [one["end"] for one in ends[0]["joined"]] == ["left", "lost", "finished"]

@@ -21,7 +21,7 @@ from gossipgrad.train import (
     config_of_run,
     run,
 )
-from gossipgrad.train._folder import RunDir, hold_lock
+from gossipgrad.train._folder import RunDir, hold, hold_lock, is_held
 from support.waiting import HANG_SECONDS
 
 HOLDS_ITS_LOCK = """
@@ -143,3 +143,18 @@ def test_a_file_system_without_locks_keeps_nobody_out(run_dir, monkeypatch, numb
     monkeypatch.setattr(fcntl, "flock", flock)
     with hold_lock(run_dir, first=True):
         assert not is_refused(run_dir)
+
+
+def test_a_rank_that_begins_is_never_seen_as_a_dead_one(tmp_path, monkeypatch):
+    path, lock, seen = tmp_path / "lives", fcntl.flock, []
+
+    def looked_at_first(file, how):
+        if how & fcntl.LOCK_EX:
+            seen.append(is_held(path))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at_first)
+    with hold(path):
+        assert is_held(path)
+    assert seen == [None], "there is no file yet"
+    assert is_held(path) is False

@@ -270,9 +270,13 @@ def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
 
 def hold(path: Path) -> IO[str] | None:
     """Lock a file of this process alone until it ends, or closes it; None where that fails."""
+    # Locked before it has its name: a file that is there and not locked is that of a dead process.
+    partial = path.with_name(path.name + ".partial")
     with suppress(OSError):
-        file = path.open("a")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = partial.open("a")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        partial.replace(path)
         return file
     return None
 
