@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from functools import partial
 
 import pytest
@@ -418,3 +419,20 @@ def test_the_second_moment_of_narrow_weights_falls():
         optimizer.step()
         squares.append(optimizer.state[model.weight]["momentum_sq"].item())
     assert squares[-1] < 0.9 * max(squares)
+
+
+def test_warnings_name_a_line_of_the_program():
+    """Where the session starts, where an optimizer steps, and where a scaler has one step."""
+    model = two_layers()
+    optimizer = gg.SOAP(model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with gg.gossip(model, optimizer, payload="gradients"):
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model[0].weight.grad.fill_(float("nan"))
+            optimizer.step()
+    assert len(seen) == 3
+    assert {each.filename for each in seen} == {__file__}

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossipgrad._messages import warn
 from gossipgrad.apoptosis._find import Found
 from gossipgrad.apoptosis._judge import judge, judge_bounded
 from gossipgrad.apoptosis._moments import Watch
@@ -427,11 +427,10 @@ class ShrinkSession:
             samples = int(each.count * each.ranks)
             if samples < 2 * each.width and not self._has_warned:
                 self._has_warned = True
-                warnings.warn(
+                warn(
                     f"{samples} samples were seen of the {each.width} neurons of {name}, too few "
                     "to find sums of others: give more batches= (and every= as many), "
-                    'or merge="pairs"',
-                    stacklevel=2,
+                    'or merge="pairs"'
                 )
 
     def _due(self) -> dict[str, float]:

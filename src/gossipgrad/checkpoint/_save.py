@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gossipgrad._messages import warn
 
 from ._layout import (
     Manifest,
@@ -83,7 +84,7 @@ def save(
     part = part_of(rank, world_size, step, run=run, members=members)
     written = commit(Path(directory), copied(state), part, keep=keep)
     if written.not_removed is not None:
-        warnings.warn(describe_not_removed(written), stacklevel=2)
+        warn(describe_not_removed(written))
     return written.path
 
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -11,6 +10,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from gossipgrad._messages import warn
 
 from ._layout import Manifest
 from ._save import (
@@ -266,7 +267,7 @@ class Saver:
             return
         self._said.add(what)
         if self._tell is None:
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         else:
             self._tell(text)
 

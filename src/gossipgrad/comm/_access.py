@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import stat
-import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import zmq
 from zmq.auth import Authenticator
 from zmq.utils import z85
 
+from gossipgrad._messages import warn
 from gossipgrad.comm._group import Group
 from gossipgrad.errors import AgreementError, GossipError
 
@@ -187,7 +187,7 @@ def _secret_in(where: str) -> bytes:
             f"cannot read {SECRET_FILE}={where}: {error.strerror}; {_WAY_OUT}"
         ) from error
     if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        warnings.warn(f"other users can read the secret in {path}: chmod 600 {path}", stacklevel=2)
+        warn(f"other users can read the secret in {path}: chmod 600 {path}")
     if not _LEAST_BYTES <= len(content) <= _MOST_BYTES:
         raise ValueError(
             f"{SECRET_FILE}={where} holds {len(content)} bytes, but a secret has {_LEAST_BYTES} to "

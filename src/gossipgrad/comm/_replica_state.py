@@ -1,6 +1,5 @@
 """A replica's parameters by name, and its whole state as plain values, to save and load."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm._buckets import is_sharded, local
 from gossipgrad.comm._mean import statistics
 from gossipgrad.errors import GossipError
@@ -258,10 +258,9 @@ def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str,
     what = f"of optimizer {number} ({type(optimizer).__name__})"
     has_own = type(optimizer).state_dict is not Optimizer.state_dict
     if has_own and not hasattr(optimizer, "filled_state"):
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
-            "its state and groups is not in this state. Save and load it separately",
-            stacklevel=3,
+            "its state and groups is not in this state. Save and load it separately"
         )
     kept, named = kept_by(optimizer, what, copy)
     groups = [

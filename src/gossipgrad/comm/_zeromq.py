@@ -9,7 +9,6 @@ import socket
 import stat
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from zmq.auth import Authenticator
 from zmq.utils.garbage import gc
 from zmq.utils.monitor import parse_monitor_message
 
+from gossipgrad._messages import warn
 from gossipgrad.comm._access import Access, check_encrypt, check_same, meet_access
 from gossipgrad.comm._asked_store import Deadline
 from gossipgrad.comm._group import Group
@@ -114,11 +114,10 @@ class ZeroMQTransport:
         access = meet_access(group, encrypt)
         address, one_host = interface_of(group, bind)
         if access.fingerprint and not one_host and group.rank == group.members[0]:
-            warnings.warn(
+            warn(
                 "links are encrypted, and torch's collectives are not: at the start, and in every "
                 "average or consensus, they send whole models in the clear. A network that "
-                "encrypts everything is WireGuard",
-                stacklevel=2,
+                "encrypts everything is WireGuard"
             )
         with self._listen(
             access, group.rank, group.world_size, max_payload_bytes, address, one_host=one_host

@@ -1,8 +1,9 @@
 """Data sets by name."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from gossipgrad._messages import warn
 
 from . import _digits, _fashion_mnist
 from ._dataset import Dataset, DatasetInfo
@@ -42,10 +43,9 @@ def prepare(name: str, data_dir: Path | None = None) -> None:
     if data_dir is not None and not data_dir.is_dir():
         if data_dir.exists():
             raise ValueError(f"data_dir is {data_dir}, a file; name the folder of data sets.")
-        warnings.warn(
+        warn(
             f"data_dir={data_dir} does not exist: {name} is taken from where else it lies, or "
-            "fetched into a new folder there.",
-            stacklevel=2,
+            "fetched into a new folder there."
         )
     load_it(data_dir)
 

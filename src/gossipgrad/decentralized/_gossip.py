@@ -1,6 +1,5 @@
 """The function `gossip`: resolves its arguments to settings, and starts a session."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import (
     DEFAULT_BUCKET_BYTES,
     Group,
@@ -257,10 +257,9 @@ def resolve_settings(
     resolved_mode = resolve_mode(mode)
     resolved_payload = resolve_payload(payload, resolved_mode)
     if isinstance(resolved_payload, Gradients):
-        warnings.warn(
+        warn(
             "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
-            "of the paper's abstract, kept for study; train with payload='weights'",
-            stacklevel=3,
+            "of the paper's abstract, kept for study; train with payload='weights'"
         )
     steps, optimizer = resolve_local_steps(local_steps, outer, every, resolved_payload)
     compressor = resolve_compress(compress)
@@ -371,10 +370,9 @@ def _resolve_schedule(
     unused = seeds_all and seed != 0
     if isinstance(topology, str):
         if topology == "ring" and unused:
-            warnings.warn(
+            warn(
                 f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
-                "ring(world_size, seed=..., rotate=True) does",
-                stacklevel=4,
+                "ring(world_size, seed=..., rotate=True) does"
             )
         return by_name(topology, world_size, seed=seed)
     if topology.world_size != world_size:
@@ -383,7 +381,5 @@ def _resolve_schedule(
             f"{world_size}: make it for world_size={world_size}"
         )
     if unused:
-        warnings.warn(
-            f"seed={seed} is ignored: the schedule given as topology has its own", stacklevel=4
-        )
+        warn(f"seed={seed} is ignored: the schedule given as topology has its own")
     return topology

@@ -1,6 +1,5 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.decentralized._adamw import GossipAdamW
 from gossipgrad.decentralized._outer import OuterOptimizer
 from gossipgrad.decentralized._settings import (
@@ -118,20 +118,18 @@ class GossipSession(Session):
             state = state_entries(replica.trained, replica.optimizers, travels=is_sent)
             check_moments(of.payload, kept)
             if not state and of.payload.only is not None:
-                warnings.warn(
+                warn(
                     f"payload {of.payload} sends weights alone: no optimizer keeps the state that "
-                    "it names (SGD with momentum=0 keeps none). Use payload='weights'",
-                    stacklevel=2,
+                    "it names (SGD with momentum=0 keeps none). Use payload='weights'"
                 )
             flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
         if not travels(of.payload, "exp_avg") and any(
             isinstance(optimizer, GossipAdamW) for optimizer in replica.optimizers
         ):
-            warnings.warn(
+            warn(
                 f"GossipAdamW takes its second moment from the mixed momentum, and payload "
                 f"{of.payload} mixes none: it is no better than torch.optim.AdamW then. Pass "
-                "payload='weights+momentum'",
-                stacklevel=2,
+                "payload='weights+momentum'"
             )
         if isinstance(of.payload, Gradients | GradientsAndWeights):
             gradients = gradient_entries(replica.trained)

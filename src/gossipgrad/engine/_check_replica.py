@@ -1,7 +1,6 @@
 """Checks of a model and its optimizers before a rank meets the others."""
 
 import gc
-import warnings
 from collections.abc import Container, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import check_ranks, has_peers, parameters_of
 from gossipgrad.engine._claims import is_claimed
 
@@ -117,12 +117,11 @@ def check_replica(
     ]
     if rest and warns:
         more = f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else ""
-        warnings.warn(
+        warn(
             f"{len(rest)} parameters of the model need gradients and are in no optimizer given to "
             f"{door}() ({', '.join(map(repr, rest[:_MOST_NAMED]))}{more}): no rank sends "
             "them, so if something else trains them they drift apart. Pass all optimizers as "
-            "one sequence, or call requires_grad_(False) on what is not trained",
-            stacklevel=3,
+            "one sequence, or call requires_grad_(False) on what is not trained"
         )
 
 

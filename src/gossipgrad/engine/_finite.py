@@ -1,12 +1,12 @@
 """Gradients that are not finite are left out: one would spoil weights and moments for ever."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import is_sharded, local, widened
 
 __all__ = ["are_finite", "parameters_to_update"]
@@ -57,11 +57,10 @@ def parameters_to_update(optimizer: Any) -> list[list[nn.Parameter]]:
         bad = [p for p, is_good in zip(parameters, finite, strict=True) if not is_good]
         first = names.get(id(bad[0]), f"a parameter of shape {tuple(bad[0].shape)}")
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        warnings.warn(
+        warn(
             f"the gradient of {first}{more} is not finite, or too large to be squared: the step "
             "leaves these parameters and their state as they were. This is said once; "
-            "optimizer.nonfinite_steps counts. Look for what makes the loss NaN, or clip gradients",
-            stacklevel=2,
+            "optimizer.nonfinite_steps counts. Look for what makes the loss NaN, or clip gradients"
         )
     optimizer.nonfinite_steps += 1
     good = {id(p) for p, is_good in zip(parameters, finite, strict=True) if is_good}

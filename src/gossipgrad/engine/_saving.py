@@ -1,6 +1,5 @@
 """Hooks on saving and loading: complete the state before, or warn."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import is_sharded
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Hook:
     def __call__(self, *_: object) -> None:
         call = self._call()
         if call is not None and call() and self._warning:
-            warnings.warn(self._warning, stacklevel=3)
+            warn(self._warning)
             self._warning = ""
 
     def __reduce__(self) -> Any:
@@ -92,9 +92,8 @@ _DIFFERS = (
 
 def warn_of_load() -> None:
     """Warn of a model that was loaded amid training, when it is about to be mixed."""
-    warnings.warn(
+    warn(
         "model.load_state_dict() inside a session: what was loaded is mixed with the other ranks' "
         "weights like any update. If only some ranks load, or load another state, call "
-        "session.broadcast_() on every rank first, which makes all replicas rank 0's",
-        stacklevel=5,
+        "session.broadcast_() on every rank first, which makes all replicas rank 0's"
     )

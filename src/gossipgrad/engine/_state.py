@@ -1,12 +1,12 @@
 """The state of a session beside the replica: position, counters and residuals."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import Group, Membership, load_replica, local, misfit, replica_state
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._driver import StepDriver
@@ -112,11 +112,10 @@ class StateKeeper:
                 raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
         next_rounds = [each for _, each in gathered]
         if len(set(next_rounds)) > 1:
-            warnings.warn(
+            warn(
                 f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
                 "exchange that only one end had mixed shifts the mean over ranks. Save them after "
-                "equally many steps, or with state_dict(drain=True)",
-                stacklevel=3,
+                "equally many steps, or with state_dict(drain=True)"
             )
         return max(next_rounds)
 

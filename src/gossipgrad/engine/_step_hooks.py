@@ -1,7 +1,6 @@
 """Hooks on the user's optimizers and scaler: one call before a step, one after it."""
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import parameters_of
 
 __all__ = ["Closure", "StepHooks", "held_by"]
@@ -182,10 +182,9 @@ def _warn_of_unknown_scaler(door: str, harm: str) -> None:
         if frame is None:
             return
         if frame.f_code is code:
-            warnings.warn(
+            warn(
                 "optimizer.step() is called by a GradScaler that the session does not know: "
-                f"{harm}. Pass {door}(..., scaler=scaler)",
-                stacklevel=5,
+                f"{harm}. Pass {door}(..., scaler=scaler)"
             )
             return
         frame = frame.f_back

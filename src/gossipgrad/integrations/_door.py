@@ -1,6 +1,5 @@
 """Shared parts of integrations: open, save, load and close a session."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipgrad import gossip
+from gossipgrad._messages import warn
 from gossipgrad.engine import Session
 
 __all__ = ["Open", "end", "load_state", "open_session", "path_of", "save_state"]
@@ -85,11 +85,10 @@ def load_state(session: Session, folder: str | Path | None) -> None:
         session.load_state_dict(state)
         return
     if session.rank == 0:
-        warnings.warn(
+        warn(
             f"the checkpoint has no {path.name} for each of the {session.world_size} ranks: it is "
             "of another number of ranks, or of a run without gossip. All ranks go on from its "
-            "model and from the optimizer state in it, and not exactly as they would have",
-            stacklevel=2,
+            "model and from the optimizer state in it, and not exactly as they would have"
         )
     session.broadcast_()
 

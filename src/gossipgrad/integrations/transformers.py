@@ -1,6 +1,5 @@
 """Integration with Hugging Face Transformers: a callback that trains a `Trainer` by gossip."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
@@ -12,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from gossipgrad._messages import warn
 from gossipgrad.engine import Session
 from gossipgrad.integrations._door import Open, end, load_state, open_session, save_state
 from gossipgrad.integrations.accelerate import check_distributed_type
@@ -124,11 +124,10 @@ class GossipCallback(TrainerCallback):
         best = [tensor.detach().clone() for tensor in tensors]
         sums = session.agree([float(value.double().abs().sum()) for value in best])
         if session.rank == 0 and not all(all(map(isclose, sums[0], each)) for each in sums):
-            warnings.warn(
+            warn(
                 f"the trainer has not loaded all weights of {state.best_model_checkpoint}, which "
                 "Transformers may save by other names than the model's: what it left out is each "
-                "rank's own. Load the best model by from_pretrained(...) of that folder",
-                stacklevel=2,
+                "rank's own. Load the best model by from_pretrained(...) of that folder"
             )
         session.close()  # mixes parts in flight
         with torch.no_grad():

@@ -1,6 +1,5 @@
 """A session of decentralized Muon: trackers before the update, a backbone around it."""
 
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import TensorSpec, local, widened
 from gossipgrad.engine import (
     Entry,
@@ -248,10 +248,9 @@ class SudaSession(Session):
                 sources.append(self._sources[names[id(parameter)]].clone())
         if not all(finite) and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "a gradient is not finite, or too large to be squared: in such steps the last one "
-                "counts again. This is said once",
-                stacklevel=2,
+                "counts again. This is said once"
             )
         for parameter, tracked in zip(held, self._track(held, sources), strict=True):
             assert parameter.grad is not None

@@ -1,6 +1,5 @@
 """p ranks of one model in one process: the accuracy of a large run without its machines."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES
 from gossipgrad.decentralized import (
     GossipAdamW,
@@ -331,10 +331,9 @@ def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:
         raise ValueError(f"strategy must be one of {known}, got {strategy!r}")
     ignored = [name for name, value in of_others.items() if value is not None]
     if ignored and strategy != "gossip":
-        warnings.warn(
+        warn(
             f"strategy {strategy!r} ignores {', '.join(ignored)}: leave it out, or choose "
-            "strategy='gossip'",
-            stacklevel=3,
+            "strategy='gossip'"
         )
 
 

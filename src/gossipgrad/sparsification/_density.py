@@ -2,11 +2,11 @@
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import Group
 from gossipgrad.compression import check_density
 from gossipgrad.errors import GossipError
@@ -132,18 +132,17 @@ def _first_fit(patterns: Iterable[str], name: str) -> str:
     return next(pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
 
 
-def warn_of_loss(density: Density, *, stacklevel: int) -> None:
+def warn_of_loss(density: Density) -> None:
     """Warn of a density at which training lost accuracy in measurements."""
     if isinstance(density, Warmup):
         low = density.then < DEFAULT_DENSITY.then
     else:
         low = isinstance(density, float) and density <= DEFAULT_DENSITY.then
     if low:
-        warnings.warn(
+        warn(
             f"density={density} sends less than was measured to be safe: without a warm-up "
             "networks lost 1 to 8 points of accuracy at 0.01 and 4 to 25 at 0.001, and with one "
-            "still 1 to 7 at 0.001. Leave density out, or give a Warmup(then=...) of 0.01 or more",
-            stacklevel=stacklevel + 1,
+            "still 1 to 7 at 0.001. Leave density out, or give a Warmup(then=...) of 0.01 or more"
         )
 
 

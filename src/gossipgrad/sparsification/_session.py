@@ -1,6 +1,5 @@
 """The session of `sparsify`: averages gradients by sparse messages."""
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -343,10 +343,9 @@ class SparseSession(Session):
             self._counters.load(session["counted"])
             self._run.steps = self._counters.rounds
             if any(bool(residual.any()) for residual in session["residuals"].values()):
-                warnings.warn(
+                warn(
                     "the residuals of several ranks are dropped: one rank sends "
-                    "nothing, and carries nothing over",
-                    stacklevel=3,
+                    "nothing, and carries nothing over"
                 )
         if self._watch is not None:
             self._watch.start_over()

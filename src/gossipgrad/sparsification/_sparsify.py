@@ -1,6 +1,5 @@
 """The function `sparsify`: resolves its arguments to settings, and starts a session."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gossipgrad import topology
+from gossipgrad._messages import warn
 from gossipgrad.comm import Group, Recorder, resolve_group, resolve_optimizers, trained_parameters
 from gossipgrad.engine import Replica, check_replica
 from gossipgrad.planning import Plan
@@ -160,12 +160,11 @@ def sparsify(
         )
         check_momentum(optimizers, settings.momentum_correction)
         if group.world_size > 1 and "sparse" in settings.methods:
-            warn_of_loss(settings.density, stacklevel=2)
+            warn_of_loss(settings.density)
         if momentum_correction and group.world_size == 1:
-            warnings.warn(
+            warn(
                 f"momentum_correction={momentum_correction} does nothing with one rank: the "
-                "optimizer steps without momentum. Give it one, and leave momentum_correction out",
-                stacklevel=2,
+                "optimizer steps without momentum. Give it one, and leave momentum_correction out"
             )
         replica = Replica(model, optimizers, door=SparseSession.door)
         return SparseSession(replica, settings, group=group, scaler=scaler, recorder=recorder)

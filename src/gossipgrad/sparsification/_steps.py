@@ -1,6 +1,5 @@
 """Checks around each optimizer step: average gradients first if they are not averaged yet."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import parameters_of
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation, scale_of
@@ -173,12 +173,11 @@ class StepWatch:
             hooked = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
             if parameter.requires_grad and parameter.numel() and not hooked:
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"{name!r} has a gradient, and no optimizer of this session trains it: the "
                     "gradient stays this rank's own. What is computed from all of them, such as "
                     "clip_grad_norm_(model.parameters()), is then another on every rank, and "
                     "weights drift apart. Freeze it with requires_grad_(False), or clip what the "
-                    "optimizers train, or give it to one of them and call session.broadcast_()",
-                    stacklevel=6,
+                    "optimizers train, or give it to one of them and call session.broadcast_()"
                 )
                 return
