@@ -173,7 +173,7 @@ def test_a_rank_that_dies_before_a_plan_is_applied_takes_nobody_along(place):
             session.group.barrier()
         return widths, mean
 
-    first, second, dead = run_mortals(3, function, gradients=backward, build=wide)
+    first, second, dead = run_mortals(3, function, make=wide)
     assert dead is None
     assert first[0] == second[0]
     assert first[0]["0"] <= 10

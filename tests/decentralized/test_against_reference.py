@@ -5,14 +5,8 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.topology import by_name
-from support.replicas import (
-    adam,
-    assert_same_bits,
-    gossip_adamw,
-    set_gradients,
-    train,
-    train_reference,
-)
+from support.replicas import adam, assert_same_bits, gossip_adamw, set_gradients, train_reference
+from support.sessions import train
 
 STEPS = 14
 

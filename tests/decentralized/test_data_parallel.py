@@ -11,7 +11,8 @@ import gossipgrad as gg
 from gossipgrad.comm import Hub
 from gossipgrad.errors import GossipError
 from support.ranks import run_ranks
-from support.replicas import assert_same_bits, backward, network, sgd, train
+from support.replicas import assert_same_bits, backward, network, sgd
+from support.sessions import train
 
 
 def alone(**settings):

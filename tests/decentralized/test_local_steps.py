@@ -7,8 +7,8 @@ import gossipgrad as gg
 from gossipgrad.decentralized._reference_local_steps import LocalStepsReference
 from gossipgrad.topology import by_name
 from support.ranks import run_ranks
-from support.replicas import adam, assert_same_bits, backward, network, set_gradients, train
-from support.sessions import run_sessions
+from support.replicas import adam, assert_same_bits, backward, network, set_gradients
+from support.sessions import run_sessions, train
 
 STEPS = 14
 

@@ -8,8 +8,8 @@ import gossipgrad as gg
 from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 from support.replicas import backward, flat, network, sgd
-from support.resuming import assert_same
 from support.sessions import run_sessions
+from support.trees import assert_same
 
 
 class Counting(torch.optim.SGD):

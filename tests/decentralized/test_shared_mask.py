@@ -16,9 +16,8 @@ from support.replicas import (
     plain_sgd,
     set_gradients,
     sgd,
-    train,
 )
-from support.sessions import no_gradients, run_sessions
+from support.sessions import no_gradients, run_sessions, train
 
 STEPS = 14
 SEED = 3

@@ -10,16 +10,8 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.comm import Faults, FaultyTransport
 from support.ranks import run_ranks
-from support.replicas import (
-    adam,
-    assert_same_bits,
-    backward,
-    network,
-    sgd,
-    train,
-    transport_by_name,
-)
-from support.sessions import run_sessions
+from support.replicas import adam, assert_same_bits, backward, network, sgd, transport_by_name
+from support.sessions import run_sessions, train
 from support.waiting import until
 
 

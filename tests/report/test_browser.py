@@ -162,7 +162,7 @@ def test_the_timeline_moves_zooms_and_marks_the_other_end_of_an_exchange(show):
     )
     assert "step 6" in page.evaluate(texts)
     assert "step 9" not in page.evaluate(texts)
-    page.drag(svg, -300)
+    page.point_at(svg, by_x=-300)
     assert "step 6" not in page.evaluate(texts)
     shown = count(page, f"{svg} .bar")
     page.press(svg, "+")

@@ -1,123 +1,86 @@
 """Headless Chromium over its own pipe: DevTools messages, nothing to install."""
 
-import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support.waiting import HANG_SECONDS
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+OPTIONS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--disable-extensions", "--disable-background-networking", "--disable-component-update"),
+    *("--no-first-run", "--no-default-browser-check"),
+    *("--force-prefers-reduced-motion", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-_OPTIONS = (
-    "--headless=new",
-    "--remote-debugging-pipe",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-extensions",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--force-prefers-reduced-motion",
-    "--hide-scrollbars",
+DRAWN = "new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))"
+LOADED = (
+    "new Promise((r) => document.readyState === 'complete' ? r() : addEventListener('load', r))"
 )
-# Chromium reads commands from 3 and writes to 4.
-_BECOME = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 
 
 class Browser:
-    """One Chromium process; `open` gives pages in it. Every wait ends after a minute."""
+    """One Chromium process; `open` gives pages in it."""
 
-    def __init__(self, profile: Path, *, timeout_seconds: float = HANG_SECONDS) -> None:
-        assert CHROMIUM is not None
-        self._timeout_seconds = timeout_seconds
-        self._last_id = 0
-        self._rest = b""
+    def __init__(self, profile: Path) -> None:
+        self._last_id, self._rest = 0, b""
         self.events: list[dict[str, Any]] = []
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # Both must lie above 4 until the process that becomes Chromium puts them there.
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (theirs_in, theirs_out)]
-        for fd in (theirs_in, theirs_out):
-            os.close(fd)
-        command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"]
+        # Chromium reads commands from 3 and writes to 4; a shell copies the pipes to these.
+        copies = f'exec {{a}}<&{theirs_in} {{b}}>&{theirs_out}; exec "$@" 3<&$a 4>&$b'
+        chromium = [CHROMIUM or "", *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-c", _BECOME, *map(str, high), *command],
-            pass_fds=high,
+            ["bash", "-c", copies, "-", *chromium],
+            pass_fds=[theirs_in, theirs_out],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for fd in high:
-            os.close(fd)
+        os.close(theirs_in)
+        os.close(theirs_out)
 
     def close(self) -> None:
         """End the process."""
+        self._process.kill()
+        self._process.wait()
         os.close(self._out)
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         os.close(self._in)
 
-    def open(
-        self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False
-    ) -> "Page":
+    def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> "Page":
         """Load a file in a page of its own, and wait until it has drawn."""
-        target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
-        attach = {"targetId": target, "flatten": True}
-        page = Page(self, target, self.call("Target.attachToTarget", attach)["sessionId"])
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        page = Page(self, target, attached["sessionId"])
         for domain in ("Runtime", "Log", "Page"):
             page.call(f"{domain}.enable")
-        page.resize(width, height)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.call("Emulation.setDeviceMetricsOverride", **size)
         page.prefer(dark=dark)
-        page.call("Page.navigate", {"url": path.resolve().as_uri()})
-        page.wait_for(lambda: self._seen("Page.loadEventFired", page.session), "the page to load")
-        page.settle()
+        page.call("Page.navigate", url=path.resolve().as_uri())
+        page.evaluate(LOADED)
+        page.evaluate(DRAWN)
         return page
 
-    def call(self, method: str, parameters: Any = None, session: str | None = None) -> Any:
-        """Send a command and return its result."""
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> Any:
+        """Send a command and return its result; what else comes is kept in `events`."""
         self._last_id += 1
-        message = {"id": self._last_id, "method": method, "params": parameters or {}}
-        if session is not None:
-            message["sessionId"] = session
+        message = {"id": self._last_id, "method": method, "params": parameters}
+        message |= {"sessionId": session} if session else {}
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + self._timeout_seconds
-        while True:
-            answer = self._read(deadline, method)
-            if answer.get("id") != self._last_id:
-                self.events.append(answer)
-                continue
-            assert "error" not in answer, f"{method}: {answer['error']}"
-            return answer["result"]
+        while (answer := self._read(method)).get("id") != self._last_id:
+            self.events.append(answer)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
 
-    def _seen(self, method: str, session: str) -> bool:
-        return any(e["method"] == method and e.get("sessionId") == session for e in self.events)
-
-    def _read(self, deadline: float, waiting_for: str) -> dict[str, Any]:
+    def _read(self, waiting_for: str) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"Chromium did not answer {waiting_for}"
-            data = os.read(self._in, 1 << 20)
-            assert data, f"Chromium ended before it answered {waiting_for}"
+            ready, _, _ = select.select([self._in], [], [], HANG_SECONDS)
+            data = os.read(self._in, 1 << 20) if ready else b""
+            assert data, f"Chromium did not answer {waiting_for}"
             self._rest += data
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)
@@ -127,111 +90,69 @@ class Page:
     """One page: evaluates scripts in it, and points, clicks and types as a user does."""
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
-        self._browser = browser
-        self._target = target
-        self.session = session
+        self._browser, self._target, self._session = browser, target, session
 
-    def call(self, method: str, parameters: Any = None) -> Any:
+    def call(self, method: str, **parameters: Any) -> Any:
         """Send a command to this page."""
-        return self._browser.call(method, parameters, self.session)
+        return self._browser.call(method, self._session, **parameters)
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression, as JSON holds it."""
-        answer = self.call(
-            "Runtime.evaluate",
-            {"expression": script, "returnByValue": True, "awaitPromise": True},
-        )
+        options = {"returnByValue": True, "awaitPromise": True}
+        answer = self.call("Runtime.evaluate", expression=script, **options)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def settle(self) -> None:
-        """Wait until the page has drawn what it was told."""
-        self.evaluate("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
-
-    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
-        """Ask until something has happened; the page answers meanwhile."""
-        deadline = time.monotonic() + 60
-        while not happened():
-            assert time.monotonic() < deadline, f"waited for {what}"
-            self.evaluate("new Promise((r) => setTimeout(r, 10))")
-
-    def resize(self, width: int, height: int = 900) -> None:
-        """Give the page another size."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", size)
-
     def prefer(self, *, dark: bool) -> None:
-        """Say what the system's theme is."""
+        """Set the system's theme."""
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", {"features": [theme]})
+        self.call("Emulation.setEmulatedMedia", features=[theme])
 
-    def place_of(self, selector: str, x: float = 0.5, y: float = 0.5) -> tuple[float, float]:
-        """A point of an element in the viewport, once it is scrolled to; shares of its size."""
-        found = self.evaluate(
+    def point_at(self, selector: str, x: float = 0.5, by_x: float | None = None) -> None:
+        """Move the pointer over an element, at a share of its width; drag it from there."""
+        left, top, width, height = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center', behavior: 'instant'});"
             "const r = e.getBoundingClientRect();"
-            f"return [r.left + {x} * r.width, r.top + {y} * r.height]; }})()"
+            "return [r.left, r.top, r.width, r.height]; })()"
         )
-        return found[0], found[1]
-
-    def point_at(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """Move the pointer over a point of an element."""
-        self._mouse("mouseMoved", *self.place_of(selector, x, y))
-        self.settle()
+        at = left + x * width, top + 0.5 * height
+        self._mouse("mouseMoved", *at)
+        if by_x is not None:
+            self._mouse("mousePressed", *at, button="left", clickCount=1, buttons=1)
+            self._mouse("mouseMoved", at[0] + by_x, at[1])
+            self._mouse("mouseReleased", at[0] + by_x, at[1], button="left", clickCount=1)
+        self.evaluate(DRAWN)
 
     def click(self, selector: str) -> None:
         """Click the middle of an element."""
-        at = self.place_of(selector)
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self._mouse(kind, *at)
-        self.settle()
-
-    def drag(self, selector: str, by_x: float) -> None:
-        """Press in the middle of an element, move to the side, let go."""
-        x, y = self.place_of(selector)
-        self._mouse("mousePressed", x, y)
-        self._mouse("mouseMoved", x + by_x, y)
-        self._mouse("mouseReleased", x + by_x, y)
-        self.settle()
+        self.point_at(selector, by_x=0.0)
 
     def press(self, selector: str, key: str) -> None:
         """Press a key while an element has the focus and the pointer is out of the way."""
         self._mouse("mouseMoved", 1, 1)
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
-        self.settle()
+        self.evaluate(DRAWN)
         text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", {"type": "keyDown", "key": key, **text})
-        self.call("Input.dispatchKeyEvent", {"type": "keyUp", "key": key})
-        self.settle()
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        self.evaluate(DRAWN)
 
-    def complaints(self) -> list[str]:
+    def complaints(self) -> list[Any]:
         """Errors and warnings on the console, exceptions, refused loads."""
-        found = []
-        for event in self._browser.events:
-            if event.get("sessionId") != self.session:
-                continue
-            told = event["params"]
-            if event["method"] == "Runtime.exceptionThrown":
-                found.append(str(told["exceptionDetails"]))
-            elif event["method"] == "Runtime.consoleAPICalled" and told["type"] in (
-                "error",
-                "warning",
-                "assert",
-            ):
-                found.append(str(told["args"]))
-            elif event["method"] == "Log.entryAdded" and told["entry"]["level"] in (
-                "error",
-                "warning",
-            ):
-                found.append(told["entry"]["text"])
-        return found
+        ours = [e for e in self._browser.events if e.get("sessionId") == self._session]
+        bad = ("error", "warning", "assert")
+        return [
+            event["params"]
+            for event in ours
+            if event["method"] == "Runtime.exceptionThrown"
+            or (event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in bad)
+            or (event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] in bad)
+        ]
 
     def close(self) -> None:
         """Close the page."""
-        self._browser.call("Target.closeTarget", {"targetId": self._target})
+        self._browser.call("Target.closeTarget", targetId=self._target)
 
-    def _mouse(self, kind: str, x: float, y: float) -> None:
-        pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-        held = {"buttons": 1} if kind == "mousePressed" else {}
-        self.call("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **pressed, **held})
+    def _mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)

@@ -1,16 +1,14 @@
 """Ranks that die by script, in threads: without a word, as a process that is killed."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 import gossipgrad as gg
-from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
-from support.ranks import run_ranks
-from support.replicas import backward, network, sgd
-from support.sessions import Trainer
+from gossipgrad.comm import Hub, Record, ScriptedDeathError
+from support.replicas import backward
+from support.sessions import Trainer, run_sessions
 from support.waiting import NEVER_SECONDS
 
 __all__ = ["QUICK", "Rank", "fall_silent", "run_mortals", "take_for_dead"]
@@ -51,29 +49,16 @@ def take_for_dead(session: gg.GossipSession, rank: int) -> None:
         record.replace(known, known.without({rank: "no sign of life"}, left=False, by=0))
 
 
-def run_mortals(
-    world_size: int,
-    function: Callable[[Rank], Any],
-    *,
-    heartbeats: gg.Heartbeats | None = QUICK,
-    gradients: Callable[[Any, int, int], None] = backward,
-    build: Callable[[int], Any] = network,
-    **settings: Any,
-) -> list[Any]:
+def run_mortals(world_size: int, function: Callable[[Rank], Any], **settings: Any) -> list[Any]:
     """Runs `function(rank)` with a session in a thread a rank; None for those that die."""
     hub = Hub(world_size)
-    settings = {"topology": "matching", "heartbeats": heartbeats, **settings}
-    settings["transport"] = lambda group: hub.transport(group.rank)
 
-    def rank_main(rank: int, group: Group) -> Any:
-        model = build(rank)
-        optimizer = sgd(list(model.parameters()))
-        with (
-            contextlib.suppress(ScriptedDeathError),
-            gg.gossip(model, optimizer, process_group=group, **settings) as session,
-        ):
-            me = Rank(group, model, optimizer, session, gradients)
-            me.cut = lambda: hub.remove(rank)
-            return function(me)
+    def use(me: Rank) -> Any:
+        me.cut = lambda: hub.remove(me.rank)
+        return function(me)
 
-    return run_ranks(world_size, rank_main)
+    settings = {"topology": "matching", "heartbeats": QUICK, "gradients": backward, **settings}
+    settings |= {"kind": Rank, "leaves_together": False}
+    return run_sessions(
+        world_size, use, transport=lambda group: hub.transport(group.rank), **settings
+    )

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Transport
 from gossipgrad.decentralized._reference import Reference
-from support.ranks import run_ranks
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -61,43 +60,14 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-def transport_by_name(name: str, world_size: int) -> str | Callable[[Group], Transport]:
+Link = str | Callable[[Group], Transport]
+
+
+def transport_by_name(name: Link, world_size: int) -> Link:
     if name != "in-process":
         return name
     hub = Hub(world_size)
     return lambda group: hub.transport(group.rank)
-
-
-def train(
-    world_size: int,
-    steps: int,
-    *,
-    optimizer: OptimizerFactory = sgd,
-    transport: str = "in-process",
-    dtype: torch.dtype = torch.float32,
-    gradients: Callable[[nn.Module, int, int], None] = backward,
-    make: Callable[..., nn.Module] = network,
-    bucket_bytes: int = 100,
-    **settings,
-) -> list[list[Tensor]]:
-    """What the ranks hold after training by gossip, before the session ends."""
-    link = transport_by_name(transport, world_size)
-
-    def rank_main(rank: int, group: Group) -> list[Tensor]:
-        model = make(dtype=dtype)
-        o = optimizer(list(model.parameters()))
-        with gg.gossip(
-            model, o, process_group=group, transport=link, bucket_bytes=bucket_bytes, **settings
-        ) as session:
-            for step in range(steps):
-                gradients(model, rank, step)
-                o.step()
-            session.wait()
-            held = [p.detach().clone() for p in model.parameters()]
-            session.group.barrier()
-        return held
-
-    return run_ranks(world_size, rank_main)
 
 
 def train_reference(
@@ -122,7 +92,7 @@ def train_reference(
 
 def assert_same_bits(ours: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> None:
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for place, (a, b) in enumerate(zip(mine, other, strict=True)):
+        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
             assert torch.equal(a, b), (
-                f"rank {rank}, parameter {place}: {(a - b).abs().max():.3g} apart"
+                f"rank {rank}, parameter {number}: {(a - b).abs().max():.3g} apart"
             )

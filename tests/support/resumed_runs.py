@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from gossipgrad import checkpoint
-from support.resuming import assert_same, session_of_training
+from support.resuming import session_of_training
+from support.trees import assert_same
 
 __all__ = ["assert_same_runs", "metrics_of", "state_of"]
 

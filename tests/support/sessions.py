@@ -1,5 +1,6 @@
 """Sessions of gossip, a thread a rank: what most tests of them begin with."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Group, Transport
+from gossipgrad.comm import Group, ScriptedDeathError, Transport
 from support.ranks import run_ranks
-from support.replicas import OptimizerFactory, flat, network, set_gradients, sgd, transport_by_name
+from support.replicas import (
+    Link,
+    OptimizerFactory,
+    backward,
+    flat,
+    network,
+    set_gradients,
+    sgd,
+    transport_by_name,
+)
 from support.waiting import until
 
-__all__ = ["Trainer", "no_gradients", "run_sessions"]
+__all__ = ["Trainer", "no_gradients", "run_sessions", "train"]
 
 
 class Trainer:
@@ -75,12 +85,13 @@ def run_sessions(
     make: Callable[[int], nn.Module] = lambda rank: network(),
     optimizer: OptimizerFactory = sgd,
     gradients: Callable[[Any, int, int], None] = set_gradients,
-    transport: str = "in-process",
+    transport: Link = "in-process",
     wrap: Callable[[Transport], Transport] | None = None,
     leaves_together: bool = True,
+    kind: type[Trainer] = Trainer,
     **settings: Any,
 ) -> list[Any]:
-    """What `use(me)` returns on each rank.
+    """What `use(me)` returns on each rank, `me` of a `kind`; None for those that die by script.
 
     Links are those of `transport`, each end in a `wrap` if there is one. Ranks leave together, or
     as soon as each is done.
@@ -91,13 +102,35 @@ def run_sessions(
     def rank_main(rank: int, group: Group) -> Any:
         model = make(rank)
         made = optimizer(list(model.parameters()))
-        with gg.gossip(model, made, process_group=group, transport=wrapped, **settings) as session:
-            result = use(Trainer(group, model, made, session, gradients))
+        with (
+            contextlib.suppress(ScriptedDeathError),
+            gg.gossip(model, made, process_group=group, transport=wrapped, **settings) as session,
+        ):
+            result = use(kind(group, model, made, session, gradients))
             if leaves_together:
                 group.barrier()
-        return result
+            return result
 
     return run_ranks(world_size, rank_main)
+
+
+def train(
+    world_size: int,
+    steps: int,
+    *,
+    make: Callable[..., nn.Module] = network,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> list[list[Tensor]]:
+    """What the ranks hold after training by gossip, before the session ends."""
+
+    def use(me: Trainer) -> list[Tensor]:
+        me.train(steps)
+        me.session.wait()
+        return [p.detach().clone() for p in me.model.parameters()]
+
+    settings = {"gradients": backward, "bucket_bytes": 100, **settings}
+    return run_sessions(world_size, use, make=lambda rank: make(dtype=dtype), **settings)
 
 
 def no_gradients(model: nn.Module, rank: int, step: int) -> None:

@@ -1,7 +1,5 @@
 """States to save, and whether two are the same to the last bit."""
 
-import struct
-from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -11,28 +9,25 @@ from torch import Tensor
 __all__ = ["assert_same", "bits", "replica"]
 
 
-def assert_same(found: Any, wanted: Any) -> None:
+def assert_same(found: Any, wanted: Any, where: str = "") -> None:
     """Of the same types all through, with the same bits, in the same order."""
-    assert type(found) is type(wanted), (found, wanted)
+    assert type(found) is type(wanted), f"{where}: {found!r} is not {wanted!r}"
     if isinstance(wanted, Tensor):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert bits(found) == bits(wanted)
-    elif isinstance(wanted, np.ndarray | np.generic):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert found.tobytes() == wanted.tobytes()
-    elif isinstance(wanted, float):
-        assert struct.pack("d", found) == struct.pack("d", wanted)
-    elif isinstance(wanted, dict | OrderedDict | Counter):
-        assert list(map(type, found)) == list(map(type, wanted))
-        assert list(found) == list(wanted)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
+        assert bits(found) == bits(wanted), f"{where}: {(found - wanted).abs().max():.3g} apart"
+    elif isinstance(wanted, np.ndarray):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
+        assert found.tobytes() == wanted.tobytes(), where
+    elif isinstance(wanted, dict):
+        assert [(type(key), key) for key in found] == [(type(key), key) for key in wanted], where
         for key in wanted:
-            assert_same(found[key], wanted[key])
+            assert_same(found[key], wanted[key], f"{where}/{key}")
     elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == wanted
+        assert len(found) == len(wanted), where
+        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(one, other, f"{where}/{number}")
+    else:  # floats by their text: -0.0 is not 0.0, and NaN is itself
+        assert repr(found) == repr(wanted), f"{where}: {found!r} is not {wanted!r}"
 
 
 def bits(tensor: Tensor) -> bytes:
