@@ -1,9 +1,12 @@
 """A collective that only some ranks call says so, and is never taken for the mean of all."""
 
+import io
 import logging
 import os
+import pdb
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -193,3 +196,17 @@ def test_a_collective_in_a_signal_handler_is_refused(when):
             assert session.consensus_state_dict() is not None, "the program itself may call it"
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_collective_at_the_prompt_of_a_debugger_is_no_call_in_a_signal_handler():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    typed = io.StringIO("found.append(session.consensus_state_dict())\ncontinue\n")
+    found, before = [], sys.gettrace()
+    with gg.gossip(model, optimizer) as session:
+        pdb.Pdb(stdin=typed, stdout=io.StringIO(), nosigint=True, readrc=False).set_trace()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        session.wait()
+    sys.settrace(before)
+    assert len(found) == 1

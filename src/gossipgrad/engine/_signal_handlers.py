@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from itertools import pairwise
 
 from gossipgrad.errors import GossipError
 
@@ -25,18 +26,20 @@ def check_not_in_handler(method: str) -> None:
 def _signal_handler() -> str | None:
     """Return the name of the signal handler that this thread is in, None outside of one.
 
-    Python calls a handler with the interrupted frame, which is also its caller. No other function
-    has its caller's frame as an argument.
+    Python calls a handler with the number of the signal and the interrupted frame, which is also
+    its caller. A debugger's trace function gets its caller's frame, too, but no number before it.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_back is not None:
         code = frame.f_code
         count = code.co_argcount + code.co_kwonlyargcount
         count += bool(code.co_flags & inspect.CO_VARARGS)
+        values: list[object] = []
         for name in code.co_varnames[:count]:
             value = frame.f_locals.get(name)
-            values = value if isinstance(value, tuple) else (value,)
-            if any(each is frame.f_back for each in values):
+            values += value if isinstance(value, tuple) else (value,)
+        for number, interrupted in pairwise(values):
+            if interrupted is frame.f_back and isinstance(number, int):
                 return code.co_qualname
         frame = frame.f_back
     return None
