@@ -70,6 +70,29 @@ def test_who_is_left_by_a_death_or_an_exception_goes_on_alone(end):
     assert run_mortals(2, main) == [True, None]
 
 
+@pytest.mark.parametrize("when", ["before", "as it waits"])
+def test_the_consensus_of_one_that_an_exception_left_alone_is_said_to_be_its_own(when, caplog):
+    ready = threading.Event()
+
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            assert when == "before" or ready.wait(60.0)
+            me.session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+            raise ScriptedDeathError("not of the test")
+        if when == "before":
+            me.train_without(1)
+        ready.set()
+        me.mean()
+        me.mean()
+
+    run_mortals(2, main)
+    said = [r.message for r in caplog.records if "consensus" in r.message]
+    assert len(said) == 1
+    assert "rank 1" in said[0]
+    assert "ZeroDivisionError" in said[0]
+
+
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "in a new generation"])
 def test_whoever_does_not_come_is_named(connected, caplog, monkeypatch):
     for name, seconds in (("LATE_SECONDS", 0.3), ("_SHOWS_SECONDS", 0.05)):

@@ -317,7 +317,7 @@ class Averaging:
             setattr(self, name, value)
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
-        """Refuse to return one replica as the mean of all; warn if the others ended long before."""
+        """Refuse to return one replica as the mean of all; warn if the others ended before."""
         gave_up = self._members.left_after(self._number)
         if gave_up:
             self._number = max(gave_up.values())
@@ -327,9 +327,8 @@ class Averaging:
                 "all is lost. This rank's own replica is unchanged: save it, or call again to get "
                 "it as the mean of the one rank that is left"
             )
-        if not (closed := self._members.closed()):
-            return
         who = f"{_CALLS[kind]} on rank {self._group.rank}"
+        closed = self._members.closed()
         if missed := sorted({*closed} & {*awaited}):
             raise GossipError(
                 f"{who} waited for {named(missed)}, and they closed their sessions without calling "
@@ -337,12 +336,12 @@ class Averaging:
                 "== 0:`. To save, call session.consensus_state_dict() on every rank. This rank's "
                 "own replica is unchanged"
             )
-        if not awaited and not self._has_warned:
+        if (gone := self._members.gone_from_alone()) and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s is its own replica alone: %s closed their sessions before. Every rank must "
-                "call it before any closes its session",
-                *(who, named(closed)),
+                "%s is its own replica alone: %s%s",
+                *(who, "; ".join(gone)),
+                ". Every rank must call it before any closes its session" if closed else "",
             )
 
     def _mean(self, flats: list[Tensor]) -> list[Tensor]:

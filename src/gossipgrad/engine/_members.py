@@ -12,6 +12,7 @@ from gossipgrad.comm import (
     Channel,
     Group,
     Heartbeats,
+    Loss,
     Membership,
     MemberWatch,
     ScriptedDeathError,
@@ -163,18 +164,26 @@ class Members:
 
     def closed(self) -> list[int]:
         """Return ranks that closed their sessions without an exception, if no other is left."""
-        gone = self.current.gone.items()
-        is_alone = self.current.living == (self._group.rank,)
-        return [rank for rank, loss in gone if is_alone and loss.left and loss.why == LEFT]
+        gone = self._gone_if_alone().items()
+        return [rank for rank, loss in gone if loss.left and loss.why == LEFT]
+
+    def gone_from_alone(self) -> list[str]:
+        """Say how each other rank ended, if no other is left."""
+        return [
+            f"rank {rank} {'' if loss.left else 'was lost: '}{loss.why}"
+            for rank, loss in self._gone_if_alone().items()
+        ]
 
     def left_after(self, number: int) -> dict[int, int]:
         """Return ranks that entered the session's n-th collective and left, if no other is left.
 
         The values are how many each had entered.
         """
-        is_alone = self.current.living == (self._group.rank,)
-        gone = self.current.gone.items() if is_alone else ()
+        gone = self._gone_if_alone().items()
         return {rank: loss.calls for rank, loss in gone if loss.left and loss.calls >= number}
+
+    def _gone_if_alone(self) -> dict[int, Loss]:
+        return self.current.gone if self.current.living == (self._group.rank,) else {}
 
     def note_call(self, number: int) -> None:
         """Note that this rank enters the session's n-th collective."""
