@@ -106,6 +106,28 @@ def test_averaged_weights_are_swapped_in_for_an_evaluation(mode, wire_dtype):
 
 
 @MODES
+def test_a_state_that_is_loaded_warns_unless_the_former_one_is_loaded_back(mode, recwarn):
+    def use(rank, model, optimizer, session):
+        fit(model, optimizer, 2)
+        session.wait()
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict({name: value + 1.0 for name, value in own.items()})
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        model.load_state_dict(own)
+        fit(model, optimizer)
+        warned = len([w for w in recwarn if "load_state_dict" in str(w.message)])
+        session.agree("trained on")
+        model.load_state_dict(own)
+        fit(model, optimizer)
+        session.agree("done")
+        return warned
+
+    assert sessions(use, two_layers, sgd, mode=mode) == [0, 0]
+    assert [w for w in recwarn if "load_state_dict" in str(w.message)]
+
+
+@MODES
 def test_layers_are_unfrozen_amid_training_and_nothing_is_lost(mode):
     def make():
         model = two_layers()

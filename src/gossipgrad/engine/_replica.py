@@ -5,10 +5,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded, local, parameters_of, trained_parameters
+from gossipgrad.comm import is_sharded, local, parameters_of, trained_parameters, widened
 from gossipgrad.engine._claims import Claim
 from gossipgrad.engine._surgery import Surgery, operate
 from gossipgrad.errors import AgreementError, EvictedError, GossipError, ReplicaChangedError
@@ -115,6 +115,12 @@ class Replica:
             return []
         marks = zip(self.trained, now, self._marks, strict=True)
         return [name for name, mark, before in marks if mark != before]
+
+    @torch.no_grad()
+    def checksums(self) -> list[Tensor]:
+        """Return two numbers for each trained parameter, equal if its values are; copies none."""
+        wide = (local(p).to(widened(p.dtype)) for p in self.trained.values())
+        return [torch.stack((values.sum(), values.norm())) for values in wide]
 
     def check(self) -> None:
         """Check that only the session changed weights since `note`, and that their set is the same.

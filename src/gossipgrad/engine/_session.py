@@ -115,7 +115,8 @@ class Session:
         self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
-        self._in_consensus = self._is_closed = self._has_loaded = False
+        self._in_consensus = self._is_closed = False
+        self._before_loads: list[Tensor] | None = None  # checksums, if a state was loaded
         self._kept: list[tuple[Tensor, Tensor]] = []  # what consensus() shows, and what it restores
         self._rounds: Rounds | None = None
         self._driver: StepDriver | None = None
@@ -380,7 +381,7 @@ class Session:
                 again. Or a single row of a new parameter is larger than the session's links allow.
         """
         self._check_ready("broadcast_")
-        self._has_loaded = False
+        self._before_loads = None
         self._averaging.enter_collective("broadcast")
         with self._averaging.together(), self.replica.accepting():
             flows = self._deal()
@@ -760,15 +761,20 @@ class Session:
         return self._members.has_partners(rounds) and run.steps > run.equal_at_step
 
     def _before_load(self) -> None:
-        """Mix parts in flight, and remember that a state is loaded amid training."""
+        """Mix parts in flight, and note the weights as they were before a state is loaded."""
         if not self._is_closed and not self._in_consensus:
             self._run.wait()
-            self._has_loaded = self._rounds is not None and self._run.steps > 0
+            is_amid = self._rounds is not None and self._run.steps > 0
+            if is_amid and self._before_loads is None:
+                self._before_loads = self.replica.checksums()
 
     def _warn_of_load(self) -> None:
-        has_loaded, self._has_loaded = self._has_loaded, False
-        if has_loaded:
-            warn_of_load()
+        """Warn of loaded weights; not of an average that was swapped in and out again."""
+        before, self._before_loads = self._before_loads, None
+        if before is not None:
+            now = self.replica.checksums()
+            if not all(torch.equal(*each) for each in zip(before, now, strict=True)):
+                warn_of_load()
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
