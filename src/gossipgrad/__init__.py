@@ -15,7 +15,6 @@ from gossipgrad.comm import load_replica as load_replica
 from gossipgrad.compression import SharedMask as SharedMask
 from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import GossipAdamW as GossipAdamW
-from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized import GossipSession as GossipSession
 from gossipgrad.decentralized import Gradients as Gradients
 from gossipgrad.decentralized import GradientsAndWeights as GradientsAndWeights

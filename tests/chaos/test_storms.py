@@ -76,7 +76,6 @@ def run(storm):
                 with torch.no_grad():
                     for p in model.parameters():
                         p.add_(torch.randn(p.shape, generator=generator))
-                session.accept_changes()
                 begin = flat(model)
                 group.barrier()  # nobody is to die before it has begun
                 for step in range(STEPS):

@@ -23,7 +23,6 @@ from support.replicas import network
 VARIANTS = {
     *(
         "gossip, sync",
-        "gossip, sync, in backward",
         "gossip, state",
         "gossip, bf16 wire",
         "sparsify, fixed plan",
@@ -40,13 +39,6 @@ VARIANTS = {
 )
 def family(request):
     return FAMILIES[request.param]
-
-
-@pytest.fixture
-def changes_gradients(request, family):
-    """For tests whose loop clips or unscales gradients after backward."""
-    if request.node.callspec.params["family"] == "gossip, sync, in backward":
-        pytest.skip('update="in-backward" is for loops that do neither')
 
 
 @pytest.fixture
@@ -185,7 +177,7 @@ def test_param_groups_and_schedulers_stay_each_ranks_own(family):
     on_ranks(family, rank_main)
 
 
-def test_clipping_is_the_users_and_global(family, changes_gradients):
+def test_clipping_is_the_users_and_global(family):
     def rank_main(rank, attach):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -257,9 +249,7 @@ def test_what_is_loaded_is_not_mixed_with_what_was_in_flight(family):
     on_ranks(family, rank_main)
 
 
-def test_a_step_that_the_scaler_skips_still_meets_its_partner(
-    family, in_lockstep, round_steps, changes_gradients
-):
+def test_a_step_that_the_scaler_skips_still_meets_its_partner(family, in_lockstep, round_steps):
     """Rank 1 overflows in two of its steps; nobody waits, and rounds stay in step."""
 
     def rank_main(rank, attach):

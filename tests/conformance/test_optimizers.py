@@ -14,7 +14,7 @@ MIXED = "gossip, sync, momentum"
 FAMILIES = ALL | {MIXED: partial(gossip, mode="sync", payload="weights+momentum")}
 # `make test` has all optimizers with factors that are averaged, and one beside every family.
 QUICK = {(MIXED, "GossipAdamW"), *(("gossip, state", name) for name in OPTIMIZERS)} | {
-    (name, "SOAP") for name in ("gossip", "gossip, stale", "gossip, data parallel")
+    (name, "SOAP") for name in ("gossip", "gossip, stale")
 }
 PAIRS = [
     pytest.param(family, name, marks=[] if (family, name) in QUICK else [pytest.mark.slow])
@@ -84,9 +84,6 @@ def test_a_checkpoint_goes_on_alike_on_all_ranks(family, optimizer):
 
 @pairs
 def test_a_step_that_the_scaler_skips_leaves_factors_as_they_are(family, optimizer):
-    if "in backward" in family:
-        pytest.skip('update="in-backward" takes no scaler')
-
     def rank_main(rank, attach):
         model = network()
         own = OPTIMIZERS[optimizer](model)

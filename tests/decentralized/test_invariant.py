@@ -15,7 +15,6 @@ def sums(world_size, dtype, rounds, mode, wire_dtype):
             for number, p in enumerate(me.model.parameters()):
                 generator = torch.Generator().manual_seed(100 * me.rank + number)
                 p.add_(torch.randn(p.shape, generator=generator).to(dtype))
-        me.session.accept_changes()
         before = me.weights().double()
         me.train(rounds)
         return before, me.mean().double()  # counts what is outstanding in

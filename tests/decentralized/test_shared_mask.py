@@ -105,7 +105,6 @@ def still(mode, world_size, rounds, compress, **settings):
             for number, p in enumerate(me.model.parameters()):
                 apart = torch.Generator().manual_seed(100 * me.rank + number)
                 p.add_(torch.randn(p.shape, generator=apart))
-        me.session.accept_changes()
         before = me.weights().double()
         me.train(rounds)
         distance, mean = me.session.consensus_distance(), me.mean().double()

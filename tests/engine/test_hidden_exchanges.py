@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gossipgrad as gg
 from support.ranks import run_ranks
-from support.sessions import run_sessions
 from support.waiting import HANG_SECONDS
 
 STEPS = 6
@@ -173,22 +171,6 @@ def test_hiding_the_exchange_changes_no_bit(way, settings):
     assert_same(train(WAYS[way], **settings), train(WAYS[way], waits=True, **settings))
 
 
-@pytest.mark.parametrize(
-    ("run", "settings"),
-    [
-        (plain, {"optimizers": two, "checkpoints": True}),
-        (within_no_sync, {}),
-        (plain, {"optimizers": adam, "payload": "weights+state"}),
-        (plain, {"wire_dtype": torch.bfloat16}),
-        (plain, {"compress": "shared-mask:0.3"}),
-        (plain, {"every": 2}),
-        (plain, {"average_every": 3}),
-    ],
-)
-def test_an_update_in_backward_changes_no_bit(run, settings):
-    assert_same(train(run, update="in-backward", **settings), train(run, **settings))
-
-
 def test_the_update_does_not_wait_and_the_forward_pass_does():
     released = threading.Event()
 
@@ -213,115 +195,3 @@ def test_the_update_does_not_wait_and_the_forward_pass_does():
     assert not torch.equal(own, other)
     torch.testing.assert_close(mixed, (own + other) / 2)
     torch.testing.assert_close(also_mixed, mixed)
-
-
-def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
-    """Backward needs the weights that forward has read; the late delta is not lost."""
-    has_read, has_sent = threading.Event(), threading.Event()
-
-    def rank_main(rank, group):
-        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        mode = gg.Sync(floor_seconds=0.05, deadline_seconds=0.1)
-        with gg.gossip(
-            model, optimizer, process_group=group, mode=mode, update="in-backward", bucket_bytes=64
-        ) as session:
-            for step in range(5):
-                if step == 3:  # hidden behind forward by now: rank 0 reads before rank 1 has sent
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            parameter.fill_(rank + 1.0)
-                    session.accept_changes()
-                if rank == 1 and step == 3:
-                    has_read.wait(HANG_SECONDS)
-                loss = model(torch.ones(1, 4)).sum()
-                if rank == 0 and step == 4:
-                    has_read.set()
-                    has_sent.wait(HANG_SECONDS)
-                    time.sleep(0.3)  # what was sent arrives
-                loss.backward()
-                optimizer.step()
-                if rank == 1 and step == 3:
-                    has_sent.set()
-            session.wait()
-            session.agree("done")
-            with session.consensus():
-                mean = model[0].weight.clone()
-        return mean
-
-    for mean in run_ranks(2, rank_main):
-        assert torch.allclose(mean, torch.full((4, 4), 1.5))
-
-
-def in_backward(use, world_size=2):
-    """What `use(me)` returns on each rank, where backward updates."""
-
-    def gradients(model, rank, step):
-        model(torch.ones(2, 4)).sum().backward()
-
-    return run_sessions(
-        world_size,
-        use,
-        make=lambda rank: nn.Linear(4, 1),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        gradients=gradients,
-        mode="sync",
-        update="in-backward",
-        leaves_together=False,
-    )
-
-
-def test_what_comes_between_backward_and_step_is_refused_and_training_goes_on():
-    def use(me):
-        session, x = me.session, torch.ones(2, 4)
-        for again in (
-            lambda: session.consensus().__enter__(),
-            session.average_,
-            session.state_dict,
-            session.broadcast_,
-            lambda: me.model(x).sum().backward(),
-        ):
-            me.model(x).sum().backward()
-            with pytest.raises(gg.GossipError):
-                again()
-            me.optimizer.step()
-            me.optimizer.zero_grad()
-        session.average_()
-        return me.weights()
-
-    assert torch.equal(*in_backward(use))
-
-
-def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
-    class Decaying(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-            return super().step(closure)
-
-    def rank_main(rank, group):
-        model = nn.Linear(4, 1)
-        optimizer = Decaying(model.parameters(), lr=0.1)
-        settings = {"process_group": group, "mode": "sync", "update": "in-backward"}
-        with gg.gossip(model, optimizer, **settings), pytest.raises(gg.GossipError):
-            model(torch.ones(2, 4)).sum().backward()
-
-    run_ranks(2, rank_main)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"update": "later"},
-        {"mode": "overlap"},
-        {"mode": "stale"},
-        {"exchanges": 2},
-        {"local_steps": 4},
-        {"scaler": torch.amp.GradScaler("cpu")},
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(settings):
-    model = nn.Linear(2, 1)
-    options = {"mode": "sync", "update": "in-backward", **settings}
-    with pytest.raises(ValueError, match="update"):
-        gg.gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

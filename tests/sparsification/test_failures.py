@@ -207,8 +207,6 @@ def test_what_a_session_does_not_know_is_refused():
     optimizer = sgd(list(model.parameters()))
     with pytest.raises(TypeError, match="replans"):
         gg.sparsify(model, optimizer, replans=100)
-    with gg.sparsify(model, optimizer) as session, pytest.raises(gg.GossipError):
-        session.accept_changes()
 
 
 @pytest.mark.parametrize("density", [0.001, gg.sparsification.Warmup(then=0.005)])

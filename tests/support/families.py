@@ -34,12 +34,6 @@ def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
     return gg.gossip(model, optimizer, process_group=group, **settings)
 
 
-def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **settings):
-    settings.setdefault("transport", lambda group: hub.transport(group.rank))
-    wrapper = gg.GossipDataParallel(model, process_group=group, **settings)
-    return wrapper.attach(optimizer, scaler=scaler).session
-
-
 def sparsify(model, optimizer, group: Group, *, hub: Hub, **settings):
     return gg.sparsify(model, optimizer, process_group=group, **settings)
 
@@ -61,10 +55,8 @@ OPTIMIZERS = {
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
-    "gossip, sync, in backward": partial(gossip, mode="sync", update="in-backward"),
     "gossip, stale": partial(gossip, mode="stale"),
     "gossip, state": partial(gossip, payload="weights+state"),
-    "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
     "gossip, local steps": partial(gossip, local_steps=2),

@@ -285,9 +285,7 @@ class ShrinkSession:
             plan: A plan for the current model.
             inputs: Arguments of the model, which returns logits, `(..., classes)`.
         """
-        found = certify(self._inner, plan, lambda: self._inner(*inputs))
-        self.replicas.replica.note()
-        return found
+        return certify(self._inner, plan, lambda: self._inner(*inputs))
 
     def look(self) -> None:
         """Measure training batches from now on, for `plan()`; local.
@@ -403,7 +401,6 @@ class ShrinkSession:
             before = float(self._evaluate())
             with merged(self._inner, plan):
                 after = float(self._evaluate())
-        self.replicas.replica.note()
         losses = torch.tensor([before, after], dtype=torch.float64)
         if self.replicas.world_size > 1:
             self.replicas.mean_([losses])

@@ -165,8 +165,6 @@ def shrink(
         except BaseException:
             group.close()
             raise
-    else:
-        replicas.replica.note()  # the search wrote weights and restored them
     return ShrinkSession(
         replicas,
         found,

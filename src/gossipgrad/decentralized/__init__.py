@@ -2,7 +2,6 @@
 
 from gossipgrad.decentralized._adamw import GossipAdamW as GossipAdamW
 from gossipgrad.decentralized._average_states import average_states as average_states
-from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._gossip import resolve_settings as resolve_settings

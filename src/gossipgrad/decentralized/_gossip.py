@@ -35,7 +35,6 @@ from gossipgrad.decentralized._settings import (
     Payload,
     check_compress,
     check_exchanges,
-    check_update,
     resolve_compress,
     resolve_local_steps,
     resolve_payload,
@@ -70,7 +69,6 @@ def gossip(
     exchanges: int = 1,
     local_steps: int | None = None,
     outer: Nesterov | None = None,
-    update: str = "in-step",
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -119,13 +117,6 @@ def gossip(
             see `every`.
         outer: The optimizer at the end of the local steps, by default `gg.Nesterov(lr=0.7,
             momentum=0.9)`.
-        update: `"in-backward"`, in mode sync: during backward each bucket is stepped and sent as
-            soon as its gradients are ready, which are then set to `None`. So backward also hides
-            the exchange. For loops that do not clip, scale or read gradients; learning rates are
-            set before backward. Other backward passes of a step (accumulation) go inside
-            `session.no_sync()`. `optimizer.step` and its hooks run once a bucket, so optimizers
-            that keep numbers in their `param_groups` (ScheduleFree, Prodigy) are refused. The
-            weights are those of `"in-step"`, bit for bit, if no partner is late.
         process_group: The ranks that take part; by default all. Nothing is sent on it. The session
             owns a `gg.Group` passed here, and closes it.
         mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`. With FSDP2
@@ -188,7 +179,6 @@ def gossip(
             exchanges=exchanges,
             local_steps=local_steps,
             outer=outer,
-            update=update,
             wire_dtype=wire_dtype,
             compress=compress,
             scaler=scaler,
@@ -208,7 +198,6 @@ def gossip(
             exchanges=exchanges,
             local_steps=local_steps,
             outer=outer,
-            update=update,
             wire_dtype=wire_dtype,
             compress=compress,
             seed=seed,
@@ -244,7 +233,6 @@ def resolve_settings(
     exchanges: int = 1,
     local_steps: int | None = None,
     outer: Nesterov | None = None,
-    update: str = "in-step",
     wire_dtype: torch.dtype | None,
     compress: str | SharedMask | None,
     seed: int,
@@ -275,7 +263,6 @@ def resolve_settings(
         wire_dtype=wire_dtype,
         bucket_bytes=int(bucket_bytes),
         exchanges=int(exchanges),
-        updates_in_backward=update == "in-backward",
         compress=compressor,
         outer=optimizer,
         seed=int(seed) if masked else 0,
@@ -292,7 +279,6 @@ def check_settings(
     exchanges: Any = 1,
     local_steps: Any = None,
     outer: Any = None,
-    update: Any = "in-step",
     wire_dtype: object = None,
     compress: Any = None,
     scaler: object = None,
@@ -325,13 +311,6 @@ def check_settings(
     resolve_average_every(average_every, 1)
     check_exchanges(exchanges, resolved_mode)
     resolve_local_steps(local_steps, outer, every, resolved)
-    check_update(
-        update,
-        mode=resolved_mode,
-        exchanges=exchanges,
-        local_steps=local_steps,
-        scaler=scaler,
-    )
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
         check_stale(

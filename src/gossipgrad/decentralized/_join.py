@@ -45,7 +45,6 @@ def join(
     exchanges: int = 1,
     local_steps: int | None = None,
     outer: Nesterov | None = None,
-    update: str = "in-step",
     wire_dtype: torch.dtype | None = None,
     compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -86,7 +85,6 @@ def join(
         exchanges: As in `gossip()`.
         local_steps: As in `gossip()`. This rank's outer momentum begins at zero.
         outer: As in `gossip()`.
-        update: As in `gossip()`.
         wire_dtype: As in `gossip()`.
         compress: As in `gossip()`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
@@ -126,7 +124,6 @@ def join(
         "exchanges": exchanges,
         "local_steps": local_steps,
         "outer": outer,
-        "update": update,
         "wire_dtype": wire_dtype,
         "compress": compress,
         "seed": seed,

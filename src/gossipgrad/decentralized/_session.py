@@ -49,7 +49,7 @@ class GossipSession(Session):
     weights. `broadcast_()` begins a period, with an outer momentum of zero.
     """
 
-    is_writable = True
+    can_grow = True
 
     def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
         self._outer = None if settings.outer is None else OuterOptimizer(settings.outer)

@@ -19,7 +19,6 @@ __all__ = [
     "check_compress",
     "check_exchanges",
     "check_moments",
-    "check_update",
     "resolve_compress",
     "resolve_local_steps",
     "resolve_payload",
@@ -182,27 +181,6 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
             f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
             "Use mode='sync', or leave exchanges at 1"
         )
-
-
-def check_update(
-    update: Any, *, mode: Mode, exchanges: Any, local_steps: Any, scaler: object
-) -> None:
-    """Raise `ValueError` if weights cannot be updated at that time."""
-    if update not in ("in-step", "in-backward"):
-        raise ValueError(f"update must be 'in-step' or 'in-backward', got {update!r}")
-    if update == "in-step":
-        return
-    why = None
-    if not isinstance(mode, Sync):
-        why = f"mode {mode}: what travels there is not sent after the update. Use mode='sync'"
-    elif exchanges != 1:
-        why = f"exchanges={exchanges}: only the last of them could be hidden. Use exchanges=1"
-    elif local_steps is not None:
-        why = f"local_steps={local_steps!r}: the outer optimizer takes all weights at once"
-    elif scaler is not None:
-        why = "a scaler, which unscales gradients after backward. Leave the scaler out"
-    if why is not None:
-        raise ValueError(f"update='in-backward' does not go with {why}, or leave update out")
 
 
 def resolve_local_steps(

@@ -1,7 +1,6 @@
 """The exchanges around each optimizer step: gradients before it, rounds after it."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -9,7 +8,6 @@ from torch.optim import Optimizer
 from gossipgrad.comm import Recorder
 from gossipgrad.engine._arrival import Arrival, Arriving
 from gossipgrad.engine._averaging import Averaging
-from gossipgrad.engine._backward_update import BackwardUpdate
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._forward_hooks import ForwardHooks
 from gossipgrad.engine._gradients import GradientExchange
@@ -51,8 +49,7 @@ class StepDriver:
         steps_of_others: The latter.
         equal_at_step: The step at which all replicas were last made equal.
         is_mid_step: Whether some but not all optimizers have stepped.
-        sends_gradients: Whether backward passes send gradients, or update weights; False inside
-            `no_sync()`.
+        sends_gradients: Whether backward passes send gradients; False inside `no_sync()`.
         flows: The flows to exchange.
     """
 
@@ -81,7 +78,6 @@ class StepDriver:
         self.check = check
         self._gradients: GradientExchange | None = None
         self._forward: ForwardHooks | None = None
-        self._backward: BackwardUpdate | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
         self._arriving: Arriving | None = None
@@ -91,11 +87,6 @@ class StepDriver:
     def has_sent_gradients(self) -> bool:
         """Whether gradients of this step are in flight."""
         return self._gradients is not None and self._gradients.has_begun
-
-    @property
-    def has_updated_in_backward(self) -> bool:
-        """Whether a backward pass has updated weights, and its step has not ended."""
-        return self._backward is not None and self._backward.has_begun
 
     @property
     def position(self) -> int:
@@ -118,14 +109,6 @@ class StepDriver:
         """Return the flows of a phase."""
         return [flow for flow in self.flows if flow.phase is phase]
 
-    def check_not_updating(self, method: str) -> None:
-        """Raise `GossipError` for a method that needs all weights to be of the same step."""
-        if self.has_updated_in_backward:
-            raise GossipError(
-                f"{method}() between backward and optimizer.step(): backward has updated some of "
-                "the weights already; call it when the optimizer has stepped"
-            )
-
     def use(self, flows: Sequence[Flow]) -> None:
         """Continue with other flows; on all ranks, with nothing in flight."""
         self.drop_hooks()
@@ -142,9 +125,6 @@ class StepDriver:
             self._forward.remove()
             self._forward = None
             self._awaits_forward = False
-        if self._backward is not None:
-            self._backward.remove()
-            self._backward = None
 
     def begin(self, *, sends: bool = True) -> None:
         """Send the first snapshot, or arm the gradients, at the beginning of a round."""
@@ -155,13 +135,6 @@ class StepDriver:
             self._gradients = GradientExchange(flows, rounds)
         elif self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
             self._hook_forward(flows)
-            if self._settings.updates_in_backward:
-                self._backward = BackwardUpdate(
-                    self._replica,
-                    flows,
-                    rounds,
-                    prepare=partial(self._begin_step, in_backward=True),
-                )
         rounds.patience.renew()
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
@@ -170,7 +143,6 @@ class StepDriver:
             if self.is_boundary:
                 rounds.open(self._across(rounds.next_round))
         self.arm()
-        self._replica.note()
 
     def enter(self, arrival: Arrival, interval_seconds: float) -> None:
         """Move a joiner to the position of the others."""
@@ -187,13 +159,6 @@ class StepDriver:
             ReplicaChangedError: If weights were changed since the last step.
             GossipError: If the closure would compute gradients after they were exchanged.
         """
-        if self._backward is not None and self._backward.is_stepping:
-            return closure
-        if closure is not None and self._backward is not None:
-            raise GossipError(
-                "optimizer.step(closure) computes gradients when backward has updated the weights "
-                'already: call backward() and then step(), or leave update="in-backward" out'
-            )
         if closure is not None and self.in_phase(Phase.BEFORE_UPDATE):
             raise GossipError(
                 "optimizer.step(closure) computes gradients after they should have been exchanged: "
@@ -202,7 +167,7 @@ class StepDriver:
             )
         if self._rounds is None:
             return closure
-        if not self.is_mid_step and not self.has_updated_in_backward:
+        if not self.is_mid_step:
             self._begin_step(in_backward=torch._C._current_graph_task_id() != -1)
         self.mix_gradients()
         self.is_mid_step = True
@@ -211,8 +176,6 @@ class StepDriver:
     def after_step(self, optimizer: Optimizer) -> None:
         """End the step if this optimizer is the last, and the round if the step is its last."""
         if optimizer is not self._replica.optimizers[-1]:
-            return
-        if self._backward is not None and self._backward.is_stepping:
             return
         backward = torch._C._current_graph_task_id()
         if backward == -1 or len(self._replica.optimizers) == 1:
@@ -231,15 +194,12 @@ class StepDriver:
         self._after_update()
         if self._rounds is not None:
             try:
-                # In the generation in which it started.
-                has_sent = self._backward is not None and self._backward.end_step()
                 self.wait()
                 self._follow(self._rounds)
-                self._end_round(self._rounds, has_sent=has_sent)
-            finally:  # also after Ctrl-C: note the parts that were mixed
+                self._end_round(self._rounds)
+            finally:
                 self._rounds.patience.renew()
                 self.arm()
-                self._replica.note()
 
     def wait(self) -> None:
         """Mix buckets sent after the last update that no forward pass has read yet."""
@@ -247,10 +207,7 @@ class StepDriver:
             self._awaits_forward = False
             if self._forward is not None:
                 self._forward.awaited.clear()
-            try:
-                self._rounds.close()
-            finally:
-                self._replica.note()
+            self._rounds.close()
 
     def mix_gradients(self) -> None:
         """Mix the gradients of a round that ends with this step; once."""
@@ -261,8 +218,6 @@ class StepDriver:
         """Set whether the next backward pass sends gradients."""
         if self._gradients is not None:
             self._gradients.enable(self.sends_gradients and self._ends_round)
-        if self._backward is not None:
-            self._backward.enable(self.sends_gradients and self._ends_round)
 
     def pending_change(self) -> str | None:
         """Return the error message if the replica was changed since the last step."""
@@ -302,7 +257,7 @@ class StepDriver:
     def _across(self, round: int) -> list[Flow]:
         return [flow for flow in self.in_phase(Phase.ACROSS) if flow.is_due(round)]
 
-    def _end_round(self, rounds: Rounds, *, has_sent: bool = False) -> None:
+    def _end_round(self, rounds: Rounds) -> None:
         of, steps = self._settings, self.steps
         averages = of.average_every is not None and steps % of.average_every == 0
         across, after = self.in_phase(Phase.ACROSS), self.in_phase(Phase.AFTER_UPDATE)
@@ -315,8 +270,7 @@ class StepDriver:
                 for _ in range(self._settings.exchanges - 1):
                     rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                     rounds.close()
-                if not has_sent:
-                    rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+                rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                 if self._can_hide(rounds) and not averages:
                     self._await_forward()
                     return
@@ -346,12 +300,7 @@ class StepDriver:
     def _before_read(self, number: int) -> None:
         rounds, (flow, place) = self._rounds, self._read[number]
         assert rounds is not None
-        names = {entry.spec.name for entry in flow.buckets[place].entries}
-
-        def mix() -> None:
-            self._is_read_unmixed |= not rounds.mix_early(flow, place)
-
-        self._replica.note_mixed(mix, names)
+        self._is_read_unmixed |= not rounds.mix_early(flow, place)
 
     def _follow(self, rounds: Rounds) -> None:
         """Enter the newest generation, and the others' round if this rank is joining."""

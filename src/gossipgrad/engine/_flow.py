@@ -3,7 +3,7 @@
 import enum
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -436,11 +436,11 @@ class Flow:
         """Whether a round exchanges it."""
         return self.phase is not Phase.NEVER and round % self.every == 0
 
-    def clear_residuals(self, parameters: Container[str]) -> None:
-        """Clear the residuals of parameters that were overwritten."""
+    def clear_residuals(self) -> None:
+        """Clear the residuals, as the weights were overwritten."""
         for bucket in self.buckets:
-            for entry, residual in zip(bucket.entries, bucket.residuals, strict=True):
-                if residual is not None and entry.spec.name in parameters:
+            for residual in bucket.residuals:
+                if residual is not None:
                     residual.zero_()
 
 

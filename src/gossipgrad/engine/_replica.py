@@ -1,14 +1,14 @@
-"""A replica: the user's model and optimizers, and checks of what changed outside the session."""
+"""A replica: the user's model and optimizers, and the set of parameters that they train."""
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded, local, parameters_of, trained_parameters, widened
+from gossipgrad.comm import local, parameters_of, trained_parameters, widened
 from gossipgrad.engine._claims import Claim
 from gossipgrad.engine._surgery import Surgery, operate
 from gossipgrad.errors import AgreementError, EvictedError, GossipError, ReplicaChangedError
@@ -20,10 +20,10 @@ _WAY_OUT = "Call session.broadcast_() on every rank to make all replicas rank 0'
 
 
 class Replica:
-    """The model and optimizers of one session; detects changes outside of it.
+    """The model and optimizers of one session.
 
-    Detects in-place changes by torch's version counters, and new storage by its address; not writes
-    through `.data` into the same storage.
+    Notices loaded optimizers, and another set of trained parameters. Other code may write weights:
+    a write reaches the other ranks like an update.
 
     Args:
         model: The model.
@@ -43,9 +43,7 @@ class Replica:
         self.surgeries: list[Surgery] = []
         self.trained: dict[str, nn.Parameter] = {}
         self._claim = Claim(door)
-        self._is_plain = True  # no sharded or sparse parameter: most models
         self._owned: list[int] = []
-        self._marks: list[tuple[int, int]] = []
         self._loaded: list[str] = []
         loaded = self._loaded  # so that hooks reference only this list
         self._handles = []
@@ -72,11 +70,7 @@ class Replica:
         self._claim.take(trained)
         self._loaded.clear()
         self.trained = trained
-        self._is_plain = all(
-            p.layout is torch.strided and not is_sharded(p) for p in trained.values()
-        )
         self._owned = self._owned_now()
-        self.note()
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
@@ -84,37 +78,14 @@ class Replica:
 
         Call `accept` after the writes inside.
         """
-        before = self.trained, self._is_plain, self._owned, self._marks, list(self._loaded)
+        before = self.trained, self._owned, list(self._loaded)
         self.accept()
         try:
             yield
         except BaseException:
-            self.trained, self._is_plain, self._owned, self._marks, self._loaded[:] = before
+            self.trained, self._owned, self._loaded[:] = before
             self._claim.take(self.trained)
             raise
-
-    @torch.no_grad()
-    def note(self) -> None:
-        """Record the weights' versions after a change by the session."""
-        self._marks = self._marks_now()
-
-    @torch.no_grad()
-    def note_mixed(self, mix: Callable[[], None], names: Container[str]) -> None:
-        """Mix some parameters and record their versions; earlier changes stay detectable."""
-        before = self._marks_now()
-        mix()
-        for place, (name, mark) in enumerate(zip(self.trained, self._marks_now(), strict=True)):
-            if name in names and before[place] == self._marks[place]:
-                self._marks[place] = mark
-
-    @torch.no_grad()
-    def touched(self) -> list[str]:
-        """Return the names of parameters that changed since `note`."""
-        now = self._marks_now()
-        if now == self._marks:
-            return []
-        marks = zip(self.trained, now, self._marks, strict=True)
-        return [name for name, mark, before in marks if mark != before]
 
     @torch.no_grad()
     def checksums(self) -> list[Tensor]:
@@ -123,23 +94,16 @@ class Replica:
         return [torch.stack((values.sum(), values.norm())) for values in wide]
 
     def check(self) -> None:
-        """Check that only the session changed weights since `note`, and that their set is the same.
+        """Check that no optimizer was loaded, and that the set of trained parameters is the same.
 
         Raises:
-            ReplicaChangedError: If other changes were made; it names them.
+            ReplicaChangedError: If not; it names the change.
         """
         self.check_loaded()
         if (change := self.set_change()) is not None:
             raise ReplicaChangedError(
                 f"{change}. Call session.average_() on every rank before the set changes, so that "
                 "nothing is lost, and session.broadcast_() on every rank after it"
-            )
-        names = self.touched()
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ReplicaChangedError(
-                f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
-                f"re-initialisation, ...). {_WAY_OUT}"
             )
 
     def check_loaded(self) -> None:
@@ -201,7 +165,6 @@ class Replica:
         operate(self.model, self.optimizers, surgery)
         self.surgeries.append(surgery)
         self.version += 1
-        self.note()
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of parameters and buffers by name."""
@@ -226,13 +189,6 @@ class Replica:
             handle.remove()
         self._handles = []
         self._claim.release()
-
-    def _marks_now(self) -> list[tuple[int, int]]:
-        if self._is_plain:
-            return [(p._version, p.data_ptr()) for p in self.trained.values()]
-        whole = (local(p) if is_sharded(p) else p for p in self.trained.values())
-        # A sparse tensor has no address, and flows do not support it.
-        return [(p._version, p.data_ptr() if p.layout is torch.strided else 0) for p in whole]
 
     def _owned_now(self) -> list[int]:
         return [id(p) for o in self.optimizers for p in parameters_of(o)]

@@ -89,11 +89,8 @@ class Session:
     counts_skipped_steps: ClassVar[bool] = True
     """Whether a step that the scaler skips counts as a step of the session."""
 
-    is_writable: ClassVar[bool] = False
-    """Whether other code may write weights, and the set of trained parameters may grow.
-
-    A write then reaches the others like any update. Otherwise the next step raises.
-    """
+    can_grow: ClassVar[bool] = False
+    """Whether the set of trained parameters may grow; otherwise the next step raises then."""
 
     can_resize: bool = True
     """Whether `apply_()` can change shapes in it."""
@@ -146,7 +143,7 @@ class Session:
                 self._averaging,
                 recorder,
                 flows=flows,
-                check=replica.check_loaded if self.is_writable else replica.check,
+                check=replica.check_loaded if self.can_grow else replica.check,
                 after_update=self._after_update,
                 between_steps=None if self._admission is None else self._admission.poll,
             )
@@ -272,7 +269,6 @@ class Session:
                 with torch.no_grad():
                     for tensor, own in kept:
                         tensor.copy_(own)
-                self.replica.note()
 
     def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
         """Return the `state_dict()` of the consensus on one rank, to save it.
@@ -310,12 +306,9 @@ class Session:
         """
         self._check_ready("average_")
         self._averaging.enter_collective("average", self._pending_change())
-        try:
-            self._averaging.average(self.flows)
-            if self.is_writable and self._averaging.is_any(self.replica.set_change() is not None):
-                self._adopt()
-        finally:
-            self.replica.note()
+        self._averaging.average(self.flows)
+        if self.can_grow and self._averaging.is_any(self.replica.set_change() is not None):
+            self._adopt()
         self._run.equal_at_step = self._run.steps
         self._run.begin()
 
@@ -430,20 +423,6 @@ class Session:
         """
         self._check_ready("mean_")
         self._averaging.mean_(tensors)
-
-    def accept_changes(self) -> None:
-        """Drop the rounding errors of narrow weights that were written since the last step; local.
-
-        Not needed for anything else: a write reaches the others like any update.
-
-        Raises:
-            ReplicaChangedError: If an optimizer was loaded: only `broadcast_()` can apply that.
-        """
-        self.replica.check_loaded()
-        touched = set(self.replica.touched())
-        for flow in self._weights:
-            flow.clear_residuals(touched)
-        self.replica.note()
 
     def synchronize(self) -> None:
         """Mix the gradients of this round with the partner's now, so that they can be clipped.
@@ -656,7 +635,7 @@ class Session:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
         self._warn_of_load()
-        if self.is_writable and not (self._run.is_mid_step or self._run.has_updated_in_backward):
+        if self.can_grow and not self._run.is_mid_step:
             self.replica.adopt(self.average_)
         return self._run.before_step(closure)
 
@@ -775,6 +754,8 @@ class Session:
             now = self.replica.checksums()
             if not all(torch.equal(*each) for each in zip(before, now, strict=True)):
                 warn_of_load()
+                for flow in self._weights:
+                    flow.clear_residuals()
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
@@ -785,7 +766,6 @@ class Session:
                 f"{method}() inside consensus(): the model is the average already, and goes back "
                 "to this rank's replica on exit. Call it after the block"
             )
-        self._run.check_not_updating(method)
         if method in ("consensus", "average_"):
             self._warn_of_load()
         self.replica.reshard()

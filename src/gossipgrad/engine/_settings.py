@@ -27,8 +27,6 @@ class RoundSettings:
         bucket_bytes: Size of a message.
         exchanges: Rounds at the end of a step, each with another partner; for flows after the
             update.
-        updates_in_backward: Whether optimizers step on each bucket during the backward pass; a
-            rank's own choice, as the arithmetic is the same.
     """
 
     schedule: Schedule
@@ -38,7 +36,6 @@ class RoundSettings:
     wire_dtype: torch.dtype | None
     bucket_bytes: int
     exchanges: int = 1
-    updates_in_backward: bool = False
 
     @property
     def snapshots(self) -> int:
@@ -53,7 +50,6 @@ class RoundSettings:
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        del named["updates_in_backward"]
         if self.exchanges == 1:
             del named["exchanges"]
         return {"topology": named.pop("schedule").describe(), **named}

@@ -196,7 +196,6 @@ def take_state(
     driver.check()
     is_across = bool(driver.in_phase(Phase.ACROSS))
     rounds.catch_up(closes=is_across and not driver.is_boundary)
-    driver.replica.note()
     is_open = is_across and driver.is_boundary  # its round is opened once more by the loaded state
     return state_at(rounds.next_round - 1 if is_open else rounds.next_round)
 

@@ -151,16 +151,6 @@ class SudaSession(Session):
         super().average_()
         self._begin_backbone()
 
-    def accept_changes(self) -> None:
-        """Raise `GossipError`: not supported by this family.
-
-        Duals account for every update; an unaccounted change would be repeated in each step.
-        """
-        raise GossipError(
-            "weights that were written on one rank would be taken for an update that never ends: "
-            "call session.broadcast_() on every rank, which makes all replicas rank 0's"
-        )
-
     def apply_(self, surgery: Surgery) -> None:
         """Raise `GossipError`: not supported by this family."""
         raise GossipError(

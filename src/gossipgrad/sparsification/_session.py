@@ -163,18 +163,6 @@ class SparseSession(Session):
         if self._aggregation is not None and self._planner is not None:
             self._planner.restart(self._aggregation)
 
-    def accept_changes(self) -> None:
-        """Refuse: replicas of this session are equal, so one alone cannot change.
-
-        Raises:
-            GossipError: Always; write equal weights on every rank, or call `broadcast_()`.
-        """
-        raise GossipError(
-            "accept_changes() in a session of sparsify(): its ranks hold equal weights and send "
-            "gradients alone, so a change on one rank would never reach the others. Write weights "
-            "on every rank alike, or on rank 0 and call session.broadcast_() on all"
-        )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients of backward passes inside in `.grad` without sending; local.
