@@ -303,7 +303,7 @@ def check_settings(
     resolved = resolve_payload(payload, resolved_mode)
     if isinstance(resolved, Gradients | GradientsAndWeights) and scaler is not None:
         raise ValueError(
-            f"payload {resolved} sends gradients during backward, when each rank's scaler has "
+            f"payload {resolved} sends gradients before the step, when each rank's scaler has "
             "scaled them differently: use payload='weights'"
         )
     compressor = resolve_compress(compress)

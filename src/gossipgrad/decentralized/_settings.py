@@ -56,7 +56,7 @@ class WeightsAndState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """Gradients only, each bucket as backward finishes it: for study, replicas drift apart."""
+    """Gradients only, mixed before the update: for study, replicas drift apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
         )
     if of_gradients and not isinstance(mode, Overlap):
         raise ValueError(
-            f"payload {payload} has its own order (gradients during backward, weights after the "
+            f"payload {payload} has its own order (gradients before the update, weights after the "
             f"update), mode {mode} would change nothing: leave mode='overlap'"
         )
     return payload

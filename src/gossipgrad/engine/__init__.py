@@ -9,7 +9,6 @@ from gossipgrad.engine._finite import parameters_to_update as parameters_to_upda
 from gossipgrad.engine._flow import Bucket as Bucket
 from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase
-from gossipgrad.engine._gradient_hooks import GradientHooks as GradientHooks
 from gossipgrad.engine._joiner import Joiner as Joiner
 from gossipgrad.engine._matrix_optimizer import MatrixOptimizer as MatrixOptimizer
 from gossipgrad.engine._matrix_optimizer import Parameters as Parameters

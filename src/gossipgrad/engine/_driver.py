@@ -1,16 +1,16 @@
 """The exchanges around each optimizer step: gradients before it, rounds after it."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Recorder
+from gossipgrad.comm import Outcome, Recorder
 from gossipgrad.engine._arrival import Arrival, Arriving
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._forward_hooks import ForwardHooks
-from gossipgrad.engine._gradients import GradientExchange
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
@@ -49,7 +49,6 @@ class StepDriver:
         steps_of_others: The latter.
         equal_at_step: The step at which all replicas were last made equal.
         is_mid_step: Whether some but not all optimizers have stepped.
-        sends_gradients: Whether backward passes send gradients; False inside `no_sync()`.
         flows: The flows to exchange.
     """
 
@@ -69,24 +68,18 @@ class StepDriver:
     ) -> None:
         self.steps = self.steps_of_others = self.equal_at_step = 0
         self.is_mid_step = False
-        self.sends_gradients = True
         self.flows = list(flows)
         self.replica = self._replica = replica
         self._settings, self._members = settings, members
         self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
         self._after_update, self._between_steps = after_update, between_steps
         self.check = check
-        self._gradients: GradientExchange | None = None
+        self._has_mixed_gradients = False  # of this step
         self._forward: ForwardHooks | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
         self._arriving: Arriving | None = None
         self._ends_after = -1  # the backward pass at whose end a step ends
-
-    @property
-    def has_sent_gradients(self) -> bool:
-        """Whether gradients of this step are in flight."""
-        return self._gradients is not None and self._gradients.has_begun
 
     @property
     def position(self) -> int:
@@ -117,10 +110,7 @@ class StepDriver:
             self._rounds.channel.replan([part for flow in flows for part in flow.parts])
 
     def drop_hooks(self) -> None:
-        """Cancel gradients in flight, and remove hooks on passes until `begin`."""
-        if self._gradients is not None:
-            self._gradients.remove()
-            self._gradients = None
+        """Remove hooks on passes until `begin`."""
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
@@ -131,9 +121,7 @@ class StepDriver:
         rounds = self._rounds
         if rounds is None:
             return
-        if self._gradients is None and (flows := self.in_phase(Phase.BEFORE_UPDATE)):
-            self._gradients = GradientExchange(flows, rounds)
-        elif self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
+        if self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
             self._hook_forward(flows)
         rounds.patience.renew()
         if sends and self.in_phase(Phase.ACROSS):
@@ -142,7 +130,6 @@ class StepDriver:
                 self._go_to(self.steps if steps is None else steps)
             if self.is_boundary:
                 rounds.open(self._across(rounds.next_round))
-        self.arm()
 
     def enter(self, arrival: Arrival, interval_seconds: float) -> None:
         """Move a joiner to the position of the others."""
@@ -189,8 +176,7 @@ class StepDriver:
     def _end_step(self) -> None:
         self.is_mid_step = False
         self.steps += 1
-        if self._gradients is not None:
-            self._gradients.end_step()
+        self._has_mixed_gradients = False
         self._after_update()
         if self._rounds is not None:
             try:
@@ -199,7 +185,6 @@ class StepDriver:
                 self._end_round(self._rounds)
             finally:
                 self._rounds.patience.renew()
-                self.arm()
 
     def wait(self) -> None:
         """Mix buckets sent after the last update that no forward pass has read yet."""
@@ -210,14 +195,24 @@ class StepDriver:
             self._rounds.close()
 
     def mix_gradients(self) -> None:
-        """Mix the gradients of a round that ends with this step; once."""
-        if self._gradients is not None and self._ends_round:
-            self._gradients.finish()
-
-    def arm(self) -> None:
-        """Set whether the next backward pass sends gradients."""
-        if self._gradients is not None:
-            self._gradients.enable(self.sends_gradients and self._ends_round)
+        """Exchange the gradients of a round that ends with this step, and mix them; once."""
+        rounds, flows = self._rounds, self.in_phase(Phase.BEFORE_UPDATE)
+        if rounds is None or not flows or self._has_mixed_gradients or not self._ends_round:
+            return
+        self._has_mixed_gradients = True
+        transfers = rounds.begin(flows)
+        try:
+            for transfer in transfers:
+                transfer.post_all()
+            deadline = time.perf_counter() + rounds.longest_wait_seconds
+            for transfer in transfers:
+                for bucket in sorted(transfer.exchanges):
+                    if rounds.receive(transfer, bucket, deadline) is Outcome.LATE:
+                        rounds.outcomes[Outcome.LATE] += 1
+                    rounds.mix(transfer, bucket, transfer.delta(bucket))
+        finally:  # a gradient that arrives after its step is useless
+            for transfer in transfers:
+                transfer.cancel()
 
     def pending_change(self) -> str | None:
         """Return the error message if the replica was changed since the last step."""

@@ -427,11 +427,8 @@ class Session:
     def synchronize(self) -> None:
         """Mix the gradients of this round with the partner's now, so that they can be clipped.
 
-        For payloads with gradients; otherwise `optimizer.step()` does it. No effect for other
-        payloads.
-
-        Raises:
-            GossipError: If a gradient was written after it was sent.
+        For payloads with gradients, after the last backward pass of a step; otherwise
+        `optimizer.step()` does it. No effect for other payloads.
         """
         self._run.mix_gradients()
 
@@ -448,19 +445,11 @@ class Session:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not send gradients of backward passes inside; for gradient accumulation.
+        """Accumulate gradients inside; for loops that run with every family.
 
-        Only payloads with gradients and `update="in-backward"` need it: weights are updated and
-        sent at `optimizer.step()` otherwise.
+        Nothing is sent in backward passes here, so it changes nothing; in `sparsify()` it does.
         """
-        run = self._run
-        before, run.sends_gradients = run.sends_gradients, False
-        self._arm()
-        try:
-            yield
-        finally:
-            run.sends_gradients = before
-            self._arm()
+        yield
 
     def agree(self, value: Any) -> list[Any]:
         """Return every living rank's value, in rank order; a collective.
@@ -650,10 +639,6 @@ class Session:
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
-
-    def _arm(self) -> None:
-        """Says whether gradients of the next backward pass are sent."""
-        self._run.arm()
 
     # -- its parts --------------------------------------------------------------------------
 

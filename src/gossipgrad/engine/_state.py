@@ -180,11 +180,6 @@ def take_state(
             "state_dict() in the middle of a step: not all optimizers have stepped; call it "
             "when the last one has"
         )
-    if driver.has_sent_gradients:
-        raise GossipError(
-            "state_dict() between backward and step: gradients of this step have been sent, "
-            "and are in no state; call it when the optimizer has stepped"
-        )
     if rounds is None:
         return state_at(0)
     if drain or isinstance(rounds, StaleRounds):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import Group, Recorder
-from gossipgrad.engine import GradientHooks
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Merge
 from gossipgrad.sparsification._density import AgreedDensity
+from gossipgrad.sparsification._gradient_hooks import GradientHooks
 from gossipgrad.sparsification._merged import CarriedOver, MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings

@@ -64,6 +64,7 @@ class SparseSession(Session):
     ) -> None:
         self._scaler = scaler
         self._counters = Counters()
+        self._sends = True  # False inside `no_sync()`
         self._aggregation: Aggregation | None = None
         self._planner: Planner | None = None
         self._watch: StepWatch | None = None
@@ -173,8 +174,13 @@ class SparseSession(Session):
         scaler requires it: a step that is skipped because its last pass was not finite loses
         everything that its earlier passes have sent, including residuals.
         """
-        with super().no_sync():
+        before, self._sends = self._sends, False
+        self._arm()
+        try:
             yield
+        finally:
+            self._sends = before
+            self._arm()
 
     def stats(self) -> SparseStats:  # pyrefly: ignore[bad-override]
         """Return this rank's counters, even after `close()`; no communication."""
@@ -312,7 +318,7 @@ class SparseSession(Session):
 
     def _arm(self) -> None:
         if self._aggregation is not None:
-            self._aggregation.passes.enabled = self._run.sends_gradients
+            self._aggregation.passes.enabled = self._sends
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained now and have elements."""
