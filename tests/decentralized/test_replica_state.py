@@ -8,7 +8,6 @@ import gossipgrad as gg
 from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 from support.replicas import backward, flat, network, sgd
-from support.sessions import run_sessions
 from support.trees import assert_same
 
 
@@ -116,17 +115,6 @@ def test_states_of_unlike_optimizers_have_no_mean(other):
         states.append(replica_state(model, [optimizer]))
     with pytest.raises(ValueError, match="state 1 is of other optimizers than state 0"):
         average_states(states)
-
-
-def test_gradients_that_have_been_sent_are_in_no_state():
-    def use(me):
-        backward(me.model, me.rank, 0)
-        with pytest.raises(gg.GossipError, match="between backward and step"):
-            me.session.state_dict()
-        me.optimizer.step()
-        me.session.state_dict()
-
-    run_sessions(2, use, payload="gradients+weights")
 
 
 def test_tensors_in_lists_lie_beside_their_parameter_again():

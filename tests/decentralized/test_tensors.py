@@ -110,21 +110,14 @@ def test_odd_models(settings):
 
 
 def test_backward_passes_of_a_step_add_up_or_train_other_parameters():
-    """A gradient after its bucket was sent is an error that says what to do."""
-
     def use(me):
         model, x = me.model, torch.ones(1, 6)
-        with me.session.no_sync():
-            model[0](x * me.rank).sum().backward()
+        model[0](x * me.rank).sum().backward()
         model[0](x).sum().backward()
         model[1](x * me.rank).sum().backward()
         me.optimizer.step()
         assert (model[0].weight.grad == 1.5).all()
         assert (model[1].weight.grad == 0.5).all()
-        me.optimizer.zero_grad()
-        model[0](x).sum().backward()
-        with pytest.raises(gg.GossipError, match=r"session\.no_sync.*" + WAY_OUT):
-            model[0](x).sum().backward()
 
     make = lambda rank: nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])  # noqa: E731
     # In buckets of one layer each.
@@ -143,10 +136,9 @@ def test_gradients_are_clipped_after_they_are_mixed():
         optimizer.zero_grad()
         (weight.sum() * (100.0 - 50 * me.rank)).backward()
         weight.grad = weight.grad * 0.5
-        for attempt in (optimizer.step, me.session.synchronize, optimizer.step):
-            with pytest.raises(gg.GossipError, match=r"'weight'.*" + WAY_OUT):
-                attempt()
-        optimizer.zero_grad(set_to_none=True)  # the way out that the error names
+        optimizer.step()
+        assert weight.grad.item() == 37.5
+        optimizer.zero_grad(set_to_none=True)  # a rank may drop its batch
         optimizer.step()
 
     make = lambda rank: nn.Linear(1, 1, bias=False)  # noqa: E731
@@ -156,13 +148,12 @@ def test_gradients_are_clipped_after_they_are_mixed():
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])
 def test_sparse_gradients_are_refused_only_where_gradients_travel(payload):
     def use(me):
-        loss = me.model(torch.tensor([1])).sum()
+        me.model(torch.tensor([1])).sum().backward()
         if payload == "weights":
-            loss.backward()
             me.optimizer.step()
         else:
             with pytest.raises(ValueError, match="'weight' is sparse"):
-                loss.backward()
+                me.optimizer.step()
 
     make = lambda rank: nn.Embedding(4, 3, sparse=True)  # noqa: E731
     run_sessions(2, use, make=make, optimizer=plain_sgd, payload=payload)

@@ -1,19 +1,14 @@
 """A step that fails, or is interrupted: nothing trained is lost, and no partner waits."""
 
 import contextlib
-import threading
-import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import Header
 from gossipgrad.engine import Bucket
-from support.replicas import backward, plain_sgd
+from support.replicas import backward
 from support.sessions import run_sessions
-from support.waiting import HANG_SECONDS
 
 BOTH = {"payload": "gradients+weights", "gradients": backward}
 
@@ -80,50 +75,3 @@ def test_a_closure_with_gradients_in_the_payload_is_refused():
         me.optimizer.step(None)
 
     run_sessions(2, use, **BOTH)
-
-
-def test_no_weights_are_mixed_while_gradients_are_made():
-    """Late weights are there, and no snapshot for the gradients is free: backward goes on."""
-    held, waited, numbers = [], threading.Event(), set()
-
-    class Slow:
-        """Keeps the gradients that rank 0 was given, as a slow link does for a while."""
-
-        def __init__(self, inner):
-            self._inner = inner
-            self.rank, self.world_size = inner.rank, inner.world_size
-
-        def send(self, peer, header, payload=None):
-            ticket = self._inner.send(peer, header, payload)
-            if payload is not None and self.rank == 0 and Header.unpack(header).bucket in numbers:
-                ticket = SimpleNamespace(done=False, wait=lambda timeout_seconds: ticket.done)
-                held.append(ticket)
-            return ticket
-
-        def __getattr__(self, name):
-            return getattr(self._inner, name)
-
-    def use(me):
-        gradients = next(flow for flow in me.session.flows if flow.name == "gradients")
-        numbers.update(bucket.number for bucket in gradients.buckets)
-        me.group.barrier()
-        for step in range(4):
-            backward(me.model, me.rank, step)
-            if me.rank == 1 and step == 1:
-                me.session.synchronize()
-                assert waited.wait(HANG_SECONDS)  # its weights come late to rank 0
-            me.optimizer.step()
-            if me.rank == 0 and step == 1:
-                waited.set()
-        for ticket in held:
-            ticket.done = True
-        return me.outcomes
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mode = gg.Overlap(deadline_seconds=0.3)
-        first, _ = run_sessions(
-            2, use, wrap=Slow, mode=mode, optimizer=plain_sgd, leaves_together=False, **BOTH
-        )
-    assert first["late"] > 0
-    assert first["void"] > 0
