@@ -25,8 +25,9 @@ test: .venv/.test
 	$(PYTEST)
 
 # what a change has to pass; warnings of all packages are errors here, and only here
-check: lint types .venv/.test .venv/.doors docs
+check: lint types .venv/.test .venv/.doors .venv/.docs
 	$(PYTEST) $(STRICT)
+	$(PYTEST) $(STRICT) -m slow tests/test_pages.py
 
 # large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
 test-slow: .venv/.test .venv/.doors .venv/.docs

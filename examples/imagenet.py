@@ -174,8 +174,8 @@ def train(options: Options, group: gg.Group | None = None) -> float:
             schedule.step()
             with session.consensus():
                 reached = accuracy(model, tests, session, device)
+                distance = session.consensus_distance()
             if session.rank == 0:
-                distance = session.stats().consensus_distance
                 print(f"epoch {epoch + 1}  accuracy {reached:.2%}  distance {distance:.3f}")
     return reached
 

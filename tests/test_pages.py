@@ -54,7 +54,7 @@ def public_names():
 
 
 def test_every_room_has_a_page_that_is_listed():
-    """What each page has to hold, the build of the pages shows: `make test-slow`, `make docs`."""
+    """What each page has to hold, the build of the pages shows: `make check`, `make docs`."""
     api = ROOT / "docs" / "api"
     listed = re.search(r"```{toctree}\n(.*?)```", (api / "index.md").read_text(), re.DOTALL)[1]
     for room in ROOMS:
