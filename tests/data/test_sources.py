@@ -109,6 +109,13 @@ def test_what_cannot_be_fetched_right_leaves_nothing(site, cache, damage):
     assert names(find()) == {*NAMES}
 
 
+def test_a_file_that_is_not_there_leaves_no_connection_open(site, cache):
+    site.files.clear()
+    with pytest.raises(GossipError) as refused:
+        find()
+    assert refused.value.__cause__.closed, "the answer of the server"
+
+
 def test_unknown_names_and_folders(tmp_path):
     for function in (data.info, data.load, data.prepare):
         with pytest.raises(ValueError, match="'mnist'") as refused:

@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import sys
+import urllib.error
 import urllib.request
 import zlib
 from pathlib import Path
@@ -110,6 +111,9 @@ def _fetch(url: str, path: Path, digest: str) -> None:
             part.write_bytes(answer.read())
         read_idx(part, sha256=digest)
         part.replace(path)
+    except urllib.error.HTTPError as error:
+        error.close()  # it keeps the connection open
+        raise
     finally:
         part.unlink(missing_ok=True)
 
