@@ -1,10 +1,9 @@
-"""Eigenbases, inverse roots and packed storage, by themselves."""
+"""Eigenbases and inverse roots, by themselves."""
 
 import pytest
 import torch
 
 from gossipgrad.second_order import eigenbasis, inverse_root, newton_inverse_root, power_step
-from gossipgrad.second_order._symmetric import add_gram, pack, packed_shape, unpack
 
 
 def spectrum(n, condition, count=1, dtype=torch.float64):
@@ -58,16 +57,3 @@ def test_power_steps_converge_to_the_eigenbasis():
     found = basis.mT @ matrices @ basis
     torch.testing.assert_close(found, torch.diag_embed(d).expand(3, -1, -1), rtol=0, atol=1e-6)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(12).double().expand(3, -1, -1))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 33])
-def test_packed_sums_are_the_whole_ones_in_half_the_memory(n):
-    torch.manual_seed(n)
-    start, x = torch.randn(3, n, n, dtype=torch.float64), torch.randn(3, n, 5, dtype=torch.float64)
-    start = start + start.mT
-    packed = pack(start)
-    assert packed[0].numel() == n * (n + 1) // 2
-    assert packed[0].shape == packed_shape(n)
-    torch.testing.assert_close(unpack(packed), start, rtol=0, atol=0)
-    add_gram(packed, x, 0.9, 0.3)
-    torch.testing.assert_close(unpack(packed), 0.9 * start + 0.3 * x @ x.mT)

@@ -5,12 +5,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gossipgrad import cli
+from gossipgrad import cli, train
+from gossipgrad.train import JoinConfig, TrainConfig
 
-__all__ = ["run_here"]
+__all__ = ["given", "run_here"]
 
 
 def run_here(
@@ -35,3 +37,18 @@ def run_here(
         except SystemExit as end:
             return end.code
     return 0
+
+
+def given(*arguments: str) -> Any:
+    """What `gossipgrad train` with such arguments begins: a `TrainConfig` or a `JoinConfig`.
+
+    None where it refuses them; what it says goes to stderr.
+    """
+    begun: list[TrainConfig | JoinConfig] = []
+    run = train.Outcome(exit_code=0)
+    joined = train.JoinOutcome(exit_code=0, run_dir=Path(), rank=1, steps=0, samples=0, left=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "run", lambda config, **_: begun.append(config) or run)
+        patch.setattr(train, "join_run", lambda config: begun.append(config) or joined)
+        assert cli.main(["train", *arguments]) == (0 if begun else 2)
+    return begun[0] if begun else None

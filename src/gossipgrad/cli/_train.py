@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from gossipgrad import train
 from gossipgrad.train import (
     DEFAULT_LR,
     DEFAULT_NPROC,
@@ -20,9 +21,7 @@ from gossipgrad.train import (
     TrainConfig,
     config_of_run,
     find_world,
-    join_run,
     options_by_section,
-    run,
     sections_of,
     show_metric,
 )
@@ -77,14 +76,14 @@ def main(arguments: list[str]) -> int:
         print(short_help(TrainOptions), end="")
         return 0
     if (joining := parse_join(arguments)) is not None:
-        joined = join_run(joining)
+        joined = train.join_run(joining)
         if not joining.quiet:
             print_joined(joined)
         return joined.exit_code
     if (launched := on_several_machines(arguments)) is not None:
         return _launch.main(launched, prefix=False)
     config = parse(arguments)
-    outcome = run(config, show_config=not config.quiet)
+    outcome = train.run(config, show_config=not config.quiet)
     if not config.quiet:
         print_outcome(outcome)
     return outcome.exit_code
