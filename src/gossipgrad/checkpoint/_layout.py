@@ -96,10 +96,8 @@ def step_folders(directory: Path) -> list[tuple[int, Path]]:
 
 
 def own_files(folder: Path) -> list[tuple[int, Path]]:
-    """Files of checkpoints in the folder of a step, with their ranks; manifests first.
-
-    The order matters where they are removed: a kill in between leaves no commit without a state.
-    """
+    """Files of checkpoints in the folder of a step, with their ranks; manifests first."""
+    # In the order of removal: a kill in between leaves no commit without a state.
     try:
         paths = sorted(folder.iterdir(), key=lambda path: (path.suffix != ".json", path.name))
     except FileNotFoundError:
@@ -109,13 +107,7 @@ def own_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(directory: Path, step: int, rank: int) -> Manifest:
-    """Read the manifest of a rank's part of a step.
-
-    Raises:
-        FileNotFoundError: The rank has not committed the step.
-        ValueError: The manifest is damaged, of another format or version, or of another rank or
-            step.
-    """
+    """Read the manifest of a rank's part of a step."""
     path = manifest_path(directory, step, rank)
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -165,10 +157,7 @@ class Step:
                 self.damaged[rank] = str(error)
 
     def complete(self, run: str | None = None) -> Manifest | None:
-        """A manifest of the checkpoint that all its members have committed, if there is one.
-
-        Of a run, or of any. Where ranks died in between there may be two: the larger one counts.
-        """
+        """A manifest of the checkpoint that all its members have committed, if there is one."""
         whole = [m for m in self._candidates(run) if not self._missing(m)]
         return max(whole, key=lambda one: len(one.members), default=None)
 

@@ -119,13 +119,8 @@ def check_keep(keep: int | None) -> None:
 
 
 def copied(state: object, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Rebuild a state with `copy` of each tensor in its place; the same tensor is copied once.
-
-    Without `copy`, tensors stay, but for views of something larger, of which a file would hold all.
-
-    Raises:
-        ValueError: Something in it cannot be read back; with its path, its type and the way out.
-    """
+    """Rebuild a state with `copy` of each tensor in its place; the same tensor is copied once."""
+    # Without `copy`, tensors stay, but for views of something larger: a file would hold all of it.
     seen: dict[tuple[Any, ...], Tensor] = {}
 
     def walk(value: Any, where: str) -> Any:
@@ -192,10 +187,7 @@ class _HashingFile:
 
 
 def write_whole(path: Path, write: Callable[[Any], object]) -> tuple[int, str]:
-    """Write a file beside its name, wait until it is on the disk, rename it; size and digest.
-
-    A file with this name is there as a whole or, after an error, as it was.
-    """
+    """Write a file beside its name, wait until it is on the disk, rename it; size and digest."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # what a kill has left; never written through a link
     try:
@@ -287,10 +279,8 @@ def refuse_occupied(directory: Path, part: Manifest) -> None:
 
 
 def prune(directory: Path, part: Manifest, *, keep: int) -> None:
-    """Remove what is older than the last `keep` complete steps, and incomplete ones among these.
-
-    The rank that commits a step last does it for all. The others are past older steps.
-    """
+    """Remove what is older than the last `keep` complete steps, and incomplete ones among these."""
+    # The rank that commits a step last does it for all; the others are past older steps.
     folder = step_folder(directory, part.step)
     committed = {rank for rank, path in own_files(folder) if path.suffix == ".json"}
     if not committed.issuperset(part.members):

@@ -49,11 +49,7 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def write_json(option: str, path: Path, value: Any) -> None:
-    """Write plain values to a file.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Write plain values to a file."""
     with writing(option, path):
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

@@ -65,11 +65,7 @@ class ProbeOptions:
 
 
 def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
-    """The sizes as numbers.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """The sizes as numbers."""
     if options.sizes is None:
         return SIZES_BYTES
     try:
@@ -81,11 +77,7 @@ def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
 
 
 def check(options: ProbeOptions) -> None:
-    """Raise unless the options can work.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Raise unless the options can work."""
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"nproc is {options.nproc}: a link has two ends, so start 2 or more")
     for name in ("seconds", "timeout"):
@@ -186,11 +178,7 @@ def _row(cost: AffineCost, points: list[tuple[int, float]]) -> tuple[str, str, s
 
 
 def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
-    """Start workers, which all end when one fails.
-
-    Raises:
-        RunFailedError: One failed; the message says the last that it wrote.
-    """
+    """Start workers, which all end when one fails."""
     limit = _START_SECONDS + 2 * options.seconds + 4 * options.timeout
     deadline = time.monotonic() + limit
     late: list[int] = []

@@ -90,15 +90,9 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> TrainConfig:
-    """The configuration that a command line means.
-
-    A saved configuration has nothing left to a default. What follows from another option that is
-    replaced does not stay: the learning rate of another optimizer, and the number of processes
-    where the world is given.
-
-    Raises:
-        ValueError: A value is not allowed, or `--config` or `--resume` names no configuration.
-    """
+    """The configuration that a command line means."""
+    # What follows from an option that is replaced does not stay: the learning rate of another
+    # optimizer, and the number of processes where the world is given.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     # A value that is missing is for the parser of all options to report.
     for name in ("--config", "--resume"):
@@ -130,11 +124,7 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def on_several_machines(arguments: list[str]) -> list[str] | None:
-    """What `gossipgrad launch` is given for a run over several machines; None for one on this.
-
-    Raises:
-        ValueError: An option is not allowed.
-    """
+    """What `gossipgrad launch` is given for a run over several machines; None for one on this."""
     given = _Parser(add_help=False, allow_abbrev=False)
     for name in ("--nodes", "--node-rank", "--rendezvous", "--nproc"):
         given.add_argument(name, f"--{name[2:].replace('-', '_')}")
@@ -159,11 +149,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_join(arguments: list[str]) -> JoinConfig | None:
-    """What a command line with `--join` means, None for one without.
-
-    Raises:
-        ValueError: There are options beside it that are the run's.
-    """
+    """What a command line with `--join` means, None for one without."""
     names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     if "--join" not in names or {"-h", "--help"} & {*names}:
         return None
@@ -233,14 +219,7 @@ def _last_given(name: str, arguments: list[str]) -> str | None:
 
 
 def _in_full(argument: str, own: list[str]) -> str:
-    """An option of a section, written short, in full: --gossip.every=2 for --every=2.
-
-    Where several sections have one of that name, it is that of the chosen strategy or optimizer,
-    whose sections are `own`.
-
-    Raises:
-        ValueError: It has several owners, and not one of them alone is chosen.
-    """
+    """An option of a section, written short, in full: --gossip.every=2 for --every=2."""
     option = argument.partition("=")[0]
     name = option.removeprefix("--").replace("_", "-")
     negation = "no-" * name.startswith("no-")

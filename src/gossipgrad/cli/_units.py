@@ -91,16 +91,7 @@ def seconds_of(text: str) -> float:
 
 
 def list_of(text: str, what: str, example: str) -> list[str]:
-    """The parts of a list with commas.
-
-    Args:
-        text: The list.
-        what: Whose value it is.
-        example: Of a list that may stand there, for who gave none.
-
-    Raises:
-        ValueError: A part is empty.
-    """
+    """The parts of a list with commas."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError(

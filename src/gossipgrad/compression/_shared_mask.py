@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossipgrad.topology import splitmix64
 
-from ._checks import check_density, is_whole
+from ._top_k import check_density, is_whole
 
 __all__ = ["SharedMask"]
 

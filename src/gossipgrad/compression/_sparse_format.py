@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from ._checks import check_count, is_whole
 from ._index_encodings import (
     INDEX_ENCODINGS,
     LARGEST_INT32,
@@ -16,6 +15,7 @@ from ._index_encodings import (
     encoded_bytes,
     smallest,
 )
+from ._top_k import check_count, is_whole
 
 __all__ = ["VALUE_DTYPES", "SparseFormat"]
 

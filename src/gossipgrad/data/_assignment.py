@@ -37,10 +37,7 @@ class Assignment:
     def first(
         cls, generation: int, living: Sequence[int], *, shares: int, batches: int
     ) -> "Assignment":
-        """What an epoch begins with: ranks of the start have their share.
-
-        Where others live, all shares are divided evenly.
-        """
+        """What an epoch begins with: ranks of the start have their share."""
         if tuple(living) == tuple(range(shares)):
             own = {share: range(share * batches, (share + 1) * batches) for share in living}
             return cls(generation, own)
@@ -50,15 +47,7 @@ class Assignment:
     def next(
         self, generation: int, living: Sequence[int], used: Mapping[int, Runs], *, least: int
     ) -> "Assignment":
-        """The assignment of a later generation.
-
-        Args:
-            generation: Its number.
-            living: The ranks that take part in it.
-            used: What each rank of this assignment has reported as trained on.
-            least: The first batches of a rank that it never gives away, since it may be about to
-                train on them.
-        """
+        """The assignment of a later generation."""
         done = {batch for runs in used.values() for batch in unpack(runs)}
         rest = {
             rank: [batch for batch in own if batch not in done]

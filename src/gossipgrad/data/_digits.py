@@ -35,11 +35,7 @@ def load_digits() -> tuple[Float[Tensor, "row pixel"], Int[Tensor, " row"]]:
 
 
 def digits_dataset() -> Dataset:
-    """The digits, split into 1437 training and 360 test samples.
-
-    The split is seeded and stratified: of each class, the same share (to within one sample) is
-    test.
-    """
+    """The digits, split into 1437 training and 360 test samples."""
     images, targets = load_digits()
     images, labels = 16 * images.reshape(-1, *INFO.input_shape), targets.numpy()
     test = torch.from_numpy(stratified_mask(labels, INFO.test_samples, seed=_SPLIT_SEED))
@@ -52,11 +48,7 @@ def digits_dataset() -> Dataset:
 
 
 def stratified_mask(labels: Int[np.ndarray, " sample"], count: int, *, seed: int) -> np.ndarray:
-    """Choose `count` samples so that each class keeps its share to within one.
-
-    Classes get the floor of their share; the samples still missing go to the largest remainders,
-    the smaller label first.
-    """
+    """Choose `count` samples so that each class keeps its share to within one."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
     shares = sizes * count / len(labels)

@@ -311,11 +311,7 @@ class ElasticBatches:
             self._send_report()
 
     def _exchange(self) -> None:
-        """Takes the assignments that were made, and asks for those that are due; does not wait.
-
-        Raises:
-            EvictedError: This rank is none of the living.
-        """
+        """Takes the assignments that were made, and asks for those that are due; does not wait."""
         view = self._member.membership
         if self._rank not in view.living:
             raise EvictedError(
@@ -351,11 +347,7 @@ class ElasticBatches:
             self._report = self._asked.begin(partial(self._set_report, text=self._report_text()))
 
     def _wait(self, seconds: float) -> int | None:
-        """Waits until all that was asked is answered; once in vain, not again until an answer.
-
-        Returns:
-            The newest epoch, -1 if there is none; None: the store has not answered.
-        """
+        """Waits until all that was asked is answered; once in vain, not again until an answer."""
         try:
             seconds = _TRY_SECONDS if self._is_silent else seconds
             newest = self._asked.ask(
@@ -471,25 +463,15 @@ class _Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class _Epoch:
-    """This rank's part of one epoch.
+    """This rank's part of one epoch."""
 
-    Attributes:
-        assignment: The newest that this rank has taken; None: none yet.
-        ahead: What it has not drawn of its batches, ...
-        size: ... and how many that were when they were assigned.
-        done: Share of the epoch that all together had done then.
-        drawn: What was drawn or skipped.
-        used: What was trained on.
-        question: An assignment that was asked for.
-    """
-
-    assignment: Assignment | None = None
-    ahead: deque[int] = field(default_factory=deque)
-    size: int = 0
-    done: float = 0.0
-    drawn: set[int] = field(default_factory=set)
-    used: Runs = field(default_factory=list)
-    question: "Future[Assignment] | None" = None
+    assignment: Assignment | None = None  # the newest that this rank has taken; None: none yet
+    ahead: deque[int] = field(default_factory=deque)  # what it has not drawn of its batches,
+    size: int = 0  # ... and how many that were when they were assigned
+    done: float = 0.0  # share of the epoch that all together had done then
+    drawn: set[int] = field(default_factory=set)  # what was drawn or skipped
+    used: Runs = field(default_factory=list)  # what was trained on
+    question: "Future[Assignment] | None" = None  # an assignment that was asked for
 
     @property
     def generation(self) -> int:

@@ -55,15 +55,8 @@ _TIMEOUT_SECONDS = 30.0  # without a byte from the publisher
 
 
 def find_fashion_mnist(data_dir: Path | None = None) -> Path:
-    """Find the folder with the four files; fetch them where there is none.
-
-    It is looked for in `data_dir`, in the folder that `GOSSIPGRAD_DATA` names, and in the user's
-    cache (`$XDG_CACHE_HOME/gossipgrad`, `~/.cache/gossipgrad`). Missing files go to `data_dir`, or
-    to the cache when None. Of several processes one fetches, and the others wait for it.
-
-    Raises:
-        GossipError: A file could not be fetched, or is not the right one; nothing is left behind.
-    """
+    """Find the folder with the four files; fetch them where there is none."""
+    # Of several processes one fetches, and the others wait for it.
     shared, cache = os.environ.get("GOSSIPGRAD_DATA"), _cache_folder()
     roots = [data_dir, Path(shared) if shared else None, cache]
     folders = [root / INFO.name for root in roots if root is not None]
@@ -119,14 +112,7 @@ def _fetch(url: str, path: Path, digest: str) -> None:
 
 
 def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
-    """Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey, ten classes.
-
-    Pixels are shifted and scaled by the mean and standard deviation of the training part.
-
-    Raises:
-        GossipError: A file is missing and could not be fetched.
-        ValueError: A file in the folder is not the right one; the message names it.
-    """
+    """Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey, ten classes."""
     folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
     values = arrays["train-images-idx3-ubyte.gz"].astype(np.float64)

@@ -29,31 +29,14 @@ _POLL_SECONDS = 0.05
 
 
 class Ring:
-    """One rank's part of the ring; never a collective, and no step waits.
+    """One rank's part of the ring; never a collective, and no step waits."""
 
-    A row belongs to exactly one rank. It passes on when it arrives. The receiver puts it into the
-    slot of the row that it gave away longest ago, and confirms a parcel of rows once all have a
-    slot. A sender keeps what is unconfirmed, at most `credits` parcels: it comes back if the
-    receiver leaves before it arrived. So as many rows come in as were given away, and a shard keeps
-    its size, up to what is in flight; the credits bound that.
-
-    A rank that leaves says what has arrived at it, and its neighbours become each other's. What a
-    dead rank held, and what was on its way to it, is lost and counted.
-
-    The headers are those of all links: `DATA` brings `bucket` rows as parcel number `round`; `VOID`
-    confirms everything up to parcel `round`; `LEAVE` says that nothing past parcel `round` is
-    accepted, and nothing more comes. What does not fit is dropped and counted; a parcel that is
-    dropped stays its sender's.
-
-    Args:
-        transport: Moves the bytes.
-        rows: The shard.
-        run: 16 bytes that tell this ring's messages from all others.
-        credits: Parcels that may be on their way to the neighbour, and as many rows as that may be
-            missing here.
-        most_rows: Rows in the largest parcel.
-        members: The ranks at the start.
-    """
+    # A row belongs to exactly one rank, and passes on when it arrives. The receiver puts it into
+    # the slot of the row that it gave away longest ago, and confirms a parcel once all its rows
+    # have a slot. A sender keeps what is unconfirmed, at most `credits` parcels: it comes back if
+    # the receiver leaves. What a dead rank held, or was on its way to it, is lost and counted.
+    # Headers: DATA brings `bucket` rows as parcel number `round`; VOID confirms everything up to
+    # parcel `round`; LEAVE says that nothing past it is accepted and nothing more comes.
 
     def __init__(
         self,
@@ -103,11 +86,9 @@ class Ring:
     def hand_out(
         self, slots: Int[np.ndarray, " row"], count: int, before: Int[np.ndarray, " used"]
     ) -> Packed:
-        """The rows in some slots; the first `count` that are this rank's are given away with it.
-
-        They stay, and the round is late, if the credits are used up. Where `count` is more than
-        there are, rows in the slots of the batches `before` go along.
-        """
+        """The rows in some slots; the first `count` that are this rank's are given away with it."""
+        # They stay, and the round is late, if the credits are used up. Where `count` is more than
+        # there are, rows in the slots of the batches `before` go along.
         self._pass_on()
         batch = self.rows.read(slots)
         pool = slots if count <= len(slots) else np.concatenate([slots, before])
@@ -178,11 +159,8 @@ class Ring:
         self._send_message(peer, Kind.DATA, round=number, bucket=len(rows), payload=rows.flatten())
 
     def _pass_on(self) -> None:
-        """Send on at once what has waited here for half of the credits.
-
-        This rank has fallen behind then, and the rows are missing elsewhere. With less the others
-        are only a few steps ahead, and each row gets its turn here.
-        """
+        """Send on at once what has waited here for half of the credits."""
+        # This rank has fallen behind then, and the rows are missing elsewhere.
         while len(self.rows.waiting) > max(1, self._credits // 2) and self._has_credit():
             parcel = self.rows.waiting.popleft()
             self._send(parcel.rows)

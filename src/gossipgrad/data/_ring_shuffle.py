@@ -310,12 +310,7 @@ class RingShuffle(IterableDataset[Batch]):
 
 
 def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> tuple[list[int], bytes]:
-    """The sizes of all shards, and 16 bytes for this ring; a collective.
-
-    Raises:
-        AgreementError: On every rank, with the first difference to rank 0.
-        ValueError: On every rank, if a shard is too small.
-    """
+    """The sizes of all shards, and 16 bytes for this ring; a collective."""
     mine = {"settings": settings, "rows": num_rows, "run": secrets.token_hex(16)}
     answers = group.all_gather_object(mine)
     for rank, other in zip(group.members, answers, strict=True):
@@ -341,11 +336,7 @@ def _check_arguments(
     drop_last: bool,
     credits: int,
 ) -> None:
-    """Refuses what this rank can know to be wrong.
-
-    Raises:
-        ValueError: For shards or settings that cannot be.
-    """
+    """Refuses what this rank can know to be wrong."""
     if not tensors:
         raise ValueError("no tensors: give inputs and targets, RingShuffle(x, y, batch_size=64)")
     lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors]

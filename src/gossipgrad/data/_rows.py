@@ -16,34 +16,19 @@ Packed = UInt8[Tensor, "_ _"]  # rows, each of so many bytes
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """Rows that came together and have no slot yet, all of them or some.
-
-    Attributes:
-        rows: Packed.
-        sender: Who keeps a copy until it hears that they have slots; None: nobody.
-        number: Of the parcel, among those of the sender.
-    """
+    """Rows that came together and have no slot yet, all of them or some."""
 
     rows: Packed
-    sender: int | None = None
-    number: int = 0
+    sender: int | None = None  # who keeps a copy until it hears that they have slots; None: nobody
+    number: int = 0  # of the parcel, among those of the sender
 
 
 class Rows:
-    """A shard of `n` slots. The j-th row that comes takes the slot of the j-th row that went.
+    """A shard of `n` slots. The j-th row that comes takes the slot of the j-th row that went."""
 
-    A row is packed: the bytes of its part in each tensor, one behind another.
-
-    Args:
-        tensors: Equally long tensors; copied.
-
-    Attributes:
-        packed: One row a slot. A slot whose row has gone still has its copy, until it is filled.
-        held: Whether the row in a slot is this rank's.
-        vacant: Slots whose rows have gone, in the order in which they are filled.
-        spare: Slots that no row is due for: the rank it would have come from is gone.
-        waiting: Rows of this rank that have no slot yet.
-    """
+    # `held`: whether the row in a slot is this rank's; one that has gone leaves its copy there.
+    # `vacant`: slots whose rows have gone, in the order in which they are filled. `spare`: slots
+    # that no row is due for, as the rank it would have come from is gone.
 
     def __init__(self, tensors: Sequence[Shaped[Tensor, "row ..."]]) -> None:
         self._parts = [(t.dtype, t.shape[1:], t.shape[1:].numel()) for t in tensors]
@@ -97,11 +82,7 @@ class Rows:
         return self.read(slots)
 
     def fill_slots(self) -> list[Parcel]:
-        """Fill slots for as long as there are both rows and slots.
-
-        Returns:
-            The parcels of which every row has a slot now.
-        """
+        """Fill slots for as long as there are both rows and slots."""
         filled = []
         while self.waiting and (free := self.vacant or self.spare):
             parcel = self.waiting[0]

@@ -118,11 +118,7 @@ def epoch_share(
     shuffle: bool = True,
     uneven: Literal["drop", "keep"] = "drop",
 ) -> Int[np.ndarray, " sample"]:
-    """Indices of the samples that a rank gets in an epoch, in their order.
-
-    Positions r, r + p, r + 2p, ... of one permutation for all ranks; `uneven` "drop" gives every
-    rank equally many.
-    """
+    """Indices of the samples that a rank gets in an epoch, in their order."""
     order = epoch_order(num_samples, seed=seed, epoch=epoch) if shuffle else np.arange(num_samples)
     mine = order[rank::world_size]
     return mine[: num_samples // world_size] if uneven == "drop" else mine

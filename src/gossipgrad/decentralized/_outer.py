@@ -41,17 +41,10 @@ class Nesterov:
 
 
 class OuterOptimizer:
-    """Makes the outer steps of one session; local.
+    """Makes the outer steps of one session; local."""
 
-    The outer weights are the `anchor` of each bucket, so that mixing within a period changes them
-    by the same amount as the local weights: the pseudo-gradient contains only local steps.
-
-    Args:
-        settings: Learning rate and momentum.
-
-    Attributes:
-        momentum: One flat tensor per bucket; empty before the first step.
-    """
+    # The outer weights are the `anchor` of each bucket: mixing within a period changes them by as
+    # much as the local weights, and the pseudo-gradient has local steps alone.
 
     def __init__(self, settings: Nesterov) -> None:
         self.momentum: list[Tensor] = []

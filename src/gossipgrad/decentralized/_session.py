@@ -81,15 +81,7 @@ class GossipSession(Session):
 
     @torch.no_grad()
     def _make_flows(self) -> list[Flow]:
-        """Create flows of weights, then optimizer state and gradients if the payload has them.
-
-        Weights always have a flow, for averages.
-
-        Raises:
-            ValueError: If a tensor to send is complex, sparse or of a type without average, or
-                Adam's first moment would be sent without its second.
-            GossipError: If an optimizer's state cannot be determined.
-        """
+        """Create flows of weights, then optimizer state and gradients if the payload has them."""
         of, replica = self.settings, self.replica
         assert isinstance(of, GossipSettings)
         if not replica.trained:

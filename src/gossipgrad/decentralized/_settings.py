@@ -186,11 +186,7 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
 def resolve_local_steps(
     local_steps: Any, outer: Any, every: Any, payload: Payload
 ) -> tuple[int, Nesterov | None]:
-    """Return the steps in a round, and the outer optimizer; None without local steps.
-
-    Raises:
-        ValueError: The settings conflict.
-    """
+    """Return the steps in a round, and the outer optimizer; None without local steps."""
     if local_steps is None:
         if outer is not None:
             raise ValueError(

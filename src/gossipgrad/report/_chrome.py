@@ -244,18 +244,9 @@ def _metadata(name: str, rank: int, arguments: dict[str, Any], thread: int = 0) 
 
 
 def _assign_lanes(spans: Sequence[tuple[float, float]], *, nest: bool) -> list[int]:
-    """Spreads spans over as few lanes as keep each lane readable.
-
-    A viewer draws the spans of a lane as a stack of calls, so none may begin inside another and end
-    after it. With `nest`, a span may lie inside a longer one; without, spans never overlap.
-
-    Args:
-        spans: Start and end of each, sorted by start and, for equal starts, the longest first.
-        nest: Whether a lane may hold a span inside another.
-
-    Returns:
-        The lane of each span, counted from 0; the lowest lane that fits.
-    """
+    """Spreads spans over as few lanes as keep each lane readable."""
+    # A viewer draws the spans of a lane as a stack of calls: none may begin inside another and end
+    # after it. With `nest` a span may lie inside a longer one; without, spans never overlap.
     open_ends: list[list[float]] = []  # by lane, of the spans not over yet, the innermost last
     lanes = []
     for start, end in spans:

@@ -28,11 +28,7 @@ Points = dict[int, list[Point]]  # by rank
 
 
 class Series(NamedTuple):
-    """One curve, and how it is drawn.
-
-    Its role: a rank's own, the mean of all, points measured exactly, or the range of all ranks,
-    with `points` as its lower edge. Its run: an index, None if there is one run.
-    """
+    """One curve, and how it is drawn."""
 
     label: str
     role: Literal["rank", "mean", "exact", "range"]

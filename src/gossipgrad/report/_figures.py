@@ -193,10 +193,8 @@ def outcomes_by_rank(run: Run) -> dict[int, dict[str, int]]:
 
 
 def rounds_late(run: Run) -> dict[int, Counter[str]]:
-    """For each rank in the trace, how many exchanges were mixed how many rounds late.
-
-    A round begins with its snapshot; what is mixed before the next snapshot is 0 rounds late.
-    """
+    """For each rank in the trace, how many exchanges were mixed how many rounds late."""
+    # What is mixed before the next snapshot is 0 rounds late.
     snapshots: dict[int, list[tuple[float, int]]] = {}
     for span in run.spans_named("snapshot"):
         if type(round := span.attributes.get("round")) is int:

@@ -75,10 +75,7 @@ def render_report(*run_dirs: str | os.PathLike[str]) -> str:
 
 
 def _with_unique_names(runs: list[Run], run_dirs: tuple[str | os.PathLike[str], ...]) -> list[Run]:
-    """The runs, those of equal name called by as much of their path as differs.
-
-    A run that is given twice is numbered.
-    """
+    """The runs, those of equal name called by as much of their path as differs."""
     paths = [Path(each).resolve() for each in run_dirs]
     names = [run.name for run in runs]
     for length in range(2, max(len(path.parts) for path in paths) + 1):

@@ -28,28 +28,16 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run, as far as it could be read.
+    """One run, as far as it could be read."""
 
-    Attributes:
-        name: The folder's own name.
-        world_size: How many workers it was started with, or the ranks that left metrics.
-        config: The resolved options, empty when there are none.
-        summary: Its summary, empty when it has not ended.
-        steps: The step records of each rank, in the order written.
-        epochs: The epoch records of each rank, in the order written; epochs count from 1.
-        spans: Of the trace, all ranks, by start.
-        problems: A sentence for each file or line that is missing or could not be read.
-        started_seconds: When its configuration was written, since the epoch; None: unknown.
-    """
-
-    name: str
-    world_size: int
-    config: Record
-    summary: Record
-    steps: dict[int, list[Record]]
+    name: str  # the folder's own name
+    world_size: int  # how many workers it was started with, or the ranks that left metrics
+    config: Record  # the resolved options, empty when there are none
+    summary: Record  # its summary, empty when it has not ended
+    steps: dict[int, list[Record]]  # the step records of each rank, in the order written
     epochs: dict[int, list[Record]]
-    spans: list[Span]
-    problems: list[str]
+    spans: list[Span]  # of the trace, all ranks, by start
+    problems: list[str]  # a sentence for each file or line that is missing or could not be read
     started_seconds: float | None
 
     @property
@@ -68,14 +56,9 @@ class Run(NamedTuple):
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Read a run's folder, however much of it there is.
-
-    Missing files and truncated lines are listed in `Run.problems`, not raised: a run that was
-    killed is the one that its user wants to look at.
-
-    Raises:
-        ValueError: `run_dir` is no folder or holds nothing of a run.
-    """
+    """Read a run's folder, however much of it there is."""
+    # Missing files and truncated lines become `problems`, no error: a run that was killed is the
+    # one that its user wants to look at.
     folder = Path(run_dir)
     way_out = "pass the folder that `gossipgrad train` wrote to"
     if not folder.is_dir():

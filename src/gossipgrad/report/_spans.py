@@ -35,11 +35,7 @@ def too_many_ranks(run: Run) -> str:
 
 
 def mixing(run: Run) -> Drawing | None:
-    """From which rank each took a delivered exchange, round by round, and by the schedule.
-
-    The script gets a row a round, -1 for no rank. The schedule is None where it is not known, or
-    ranks were lost or joined. Nothing without exchanges, or with `too_many_ranks`.
-    """
+    """From which rank each took a delivered exchange, round by round, and by the schedule."""
     spans = run.spans_named("exchange")
     joined = [record.get("rank") for record in joined_ranks(run)]
     world_size = max([run.world_size, *(rank + 1 for rank in joined if type(rank) is int)])
@@ -139,11 +135,7 @@ class Step(NamedTuple):
 
 
 def timeline(run: Run, *, max_spans: int) -> Drawing | None:
-    """The steps of a trace, or as many around its middle as `max_spans` spans hold.
-
-    The steps are those of the lowest rank; the spans of the other ranks at the same time are shown
-    beside them, whatever step they were at. None without spans.
-    """
+    """The steps of a trace, or as many around its middle as `max_spans` spans hold."""
     ranks = sorted({span.rank for span in run.spans})
     if not ranks:
         return None

@@ -250,10 +250,7 @@ _FIGURES: tuple[tuple[str, Callable[[Run], object], Callable[[object], str]], ..
 
 
 def figure_rows(runs: list[Run]) -> list[Row]:
-    """A row a figure: its name, then for each run the value and its ratio to the first run's.
-
-    Figures that no run has are left out. The first run has no ratio.
-    """
+    """A row a figure: its name, then for each run the value and its ratio to the first run's."""
     rows: list[Row] = [
         ("Strategy", *((strategy(run), "") for run in runs)),
         ("Workers", *((number(run.world_size), "") for run in runs)),
@@ -284,10 +281,7 @@ def _ratio_text(value: object, first: object) -> str:
 
 
 def option_rows(runs: list[Run]) -> tuple[list[list[str]], list[list[str]]]:
-    """A row an option with each run's value: those that differ, and those that are the same.
-
-    An option that a run does not use does not differ, and one that no run uses is left out.
-    """
+    """A row an option with each run's value: those that differ, and those that are the same."""
     flat = [_flat(run.config) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     rows = [[name, *(options.get(name, UNKNOWN) for options in flat)] for name in names]

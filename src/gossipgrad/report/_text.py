@@ -164,10 +164,7 @@ class Drawing(NamedTuple):
 
 
 def dumps(value: object) -> str:
-    """Encode `value` as strict ASCII JSON: numbers that are not finite are null.
-
-    What JSON does not know is written as its `str`: an odd attribute must not cost a whole trace.
-    """
+    """Encode `value` as strict ASCII JSON: numbers that are not finite are null."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
     except ValueError:

@@ -137,11 +137,9 @@ class Trace:
 
 
 def _read_both_clocks() -> tuple[int, float]:
-    """Read the wall clock (ns) and the span clock (s) at one moment.
-
-    Of a few readings the tightest is kept: a process that loses its core between the two calls
-    would otherwise be drawn milliseconds away from its partners.
-    """
+    """Read the wall clock (ns) and the span clock (s) at one moment."""
+    # The tightest of a few readings: a process that loses its core between the two calls would be
+    # drawn milliseconds away from its partners.
     readings = []
     for _ in range(5):
         before = time.perf_counter()

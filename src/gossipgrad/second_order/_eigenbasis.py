@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_sizes
-from gossipgrad.second_order._optimizer import SecondOrder
+from gossipgrad.second_order._optimizer import SecondOrder, check_sizes
 from gossipgrad.second_order._refresh import Background
 from gossipgrad.second_order._roots import eigenbasis, power_step
 from gossipgrad.second_order._symmetric import packed_shape, unpack

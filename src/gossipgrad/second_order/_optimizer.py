@@ -1,5 +1,6 @@
 """The base of second-order optimizers: units, refreshes of roots, and storage of state."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
 if TYPE_CHECKING:
     from gossipgrad.second_order._coherence import RootSharing
 
-__all__ = ["SecondOrder"]
+__all__ = ["SecondOrder", "check_fraction", "check_sizes"]
 
 Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
 
@@ -560,3 +561,21 @@ def _count(shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def check_fraction(group: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` unless a setting is None or from 0 to below 1."""
+    value = group[name]
+    if value is not None and not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1, or None")
+
+
+def check_sizes(group: Mapping[str, Any], *names: str) -> None:
+    """Raise `ValueError` for settings that are not positive and finite, or an invalid `max_dim`."""
+    for name in names:
+        value = group[name]
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if name == "max_dim" and not (is_whole and value >= 1):
+            raise ValueError(f"{name}={value!r} must be a whole number from 1")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r} must be a positive number")

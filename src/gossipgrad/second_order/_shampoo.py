@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gossipgrad.engine import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_fraction, check_sizes
-from gossipgrad.second_order._optimizer import SecondOrder
+from gossipgrad.second_order._optimizer import SecondOrder, check_fraction, check_sizes
 from gossipgrad.second_order._refresh import Background, Policy
 from gossipgrad.second_order._roots import inverse_root, newton_inverse_root
 from gossipgrad.second_order._symmetric import add_gram, packed_shape, unpack

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gossipgrad.engine import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_fraction
 from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
+from gossipgrad.second_order._optimizer import check_fraction
 from gossipgrad.second_order._refresh import Policy
 from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers

@@ -32,18 +32,14 @@ _EQUAL = 0.05  # steps that differ by less are equal: the model of time is no be
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a way to train was measured to lose, on a model that is not yours.
+    """What a way to train was measured to lose, on a model that is not yours."""
 
-    Attributes:
-        of: The model and data that it was measured with.
-        points: By ranks, points of accuracy below all-reduce after equal epochs with tuned rates,
-            and the half width of their 95 % interval; a gain counts as no loss.
-        assumes: What is taken for granted, and was not measured; empty: nothing.
-    """
+    # `points`: by ranks, points of accuracy below all-reduce after equal epochs with tuned rates,
+    # and the half width of their 95 % interval.
 
-    of: str
+    of: str  # the model and data that it was measured with
     points: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    assumes: str = ""
+    assumes: str = ""  # what is taken for granted, and was not measured; empty: nothing
 
     def measured_at(self, world_size: int) -> int | None:
         """The least number of ranks that was measured and is not below `world_size`, or None."""

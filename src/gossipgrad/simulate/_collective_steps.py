@@ -24,22 +24,14 @@ _PAIR_BYTES = 8  # a float32 and its index
 
 
 class _Group(NamedTuple):
-    """Gradients that travel together.
+    """Gradients that travel together."""
 
-    Attributes:
-        ready_seconds: From the start of the step until a rank has them, when it computes alone.
-        seconds: From when the last rank has them until all ranks have the result.
-    """
-
-    ready_seconds: float
-    seconds: float
+    ready_seconds: float  # from the start of the step until a rank has them, when it computes alone
+    seconds: float  # from when the last rank has them until all ranks have the result
 
 
 class _GroupedSteps(Steps):
-    """Groups of gradients travel one after another; the update waits for the last.
-
-    A group begins when the last rank has it and the group before has arrived.
-    """
+    """Groups of gradients travel one after another; the update waits for the last."""
 
     def __init__(self, profile: Profile, groups: Sequence[_Group], step_bytes: float) -> None:
         super().__init__()

@@ -12,18 +12,10 @@ _NOBODY = -1
 
 
 class Exchange:
-    """The messages of rounds, for tensors of shape `(rank, ...)`.
+    """The messages of rounds, for tensors of shape `(rank, ...)`."""
 
-    `open` takes the snapshots and computes the delta of each rank; `close` adds it. Between the
-    two the tensors may change, and `delay` more rounds be opened.
-
-    Args:
-        schedule: The partners, and their weights.
-        wire_dtype: Type on the wire; None for the tensors' own.
-        lagged: Whether the difference is to the tensor at `close`, not to the snapshot.
-        weight: Of a difference; None: that of the schedule. Also the upper limit of the schedule's.
-        delay: Rounds that are opened before one is closed.
-    """
+    # `open` takes the snapshots and computes each rank's delta, `close` adds it; between the two
+    # the tensors may change, and `delay` more rounds be opened.
 
     def __init__(
         self,

@@ -89,16 +89,7 @@ class _Flight(NamedTuple):
 
 
 class _Exchanges(Steps):
-    """Steps in which ranks send snapshots to partners, each over one link: first in, first out.
-
-    Args:
-        setting: The case.
-        topology: Who exchanges with whom, by name.
-        element_bytes: Of an element on the wire; None: as in the profile.
-        bucket_bytes: Size of a message.
-        density: Share of the weights that is sent.
-        snapshots: How many may be in flight before the next one is taken.
-    """
+    """Steps in which ranks send snapshots to partners, each over one link: first in, first out."""
 
     def __init__(
         self,
@@ -120,11 +111,7 @@ class _Exchanges(Steps):
         self._left = [np.full(p, -np.inf)] * snapshots  # when the last snapshots had left
 
     def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[_Flight]]:
-        """Sends `copies` tensors a parameter.
-
-        Returns:
-            When each rank has taken its snapshot, and what arrives.
-        """
+        """Sends `copies` tensors a parameter."""
         cost, message = self._setting.network.exchange, self._weight_bytes / self._messages
         sends, receives = peers.send_to != _NOBODY, peers.recv_from != _NOBODY
         self.bytes_sent += copies * self._weight_bytes * float(sends.mean())

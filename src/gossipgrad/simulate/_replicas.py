@@ -21,23 +21,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Replicas:
-    """The weights and buffers of p replicas, and their gradients on p batches.
-
-    Args:
-        model: The first state of every replica; it is copied, and not changed.
-        world_size: How many replicas.
-        loss: Takes outputs and targets of one rank, returns a scalar.
-        batching: `"vmap"` runs the replicas as one batched operation, `"loop"` one after another;
-            `"auto"` loops over convolutions on a CPU.
-        shared: Whether the ranks share one set of weights, whose gradient is the mean over ranks.
-
-    Attributes:
-        parameters: Trained parameters by name, each of shape `(p, ...)`, or `(1, ...)` if shared.
-        buffers: Buffers by name, each of shape `(p, ...)`.
-
-    Raises:
-        ValueError: The model cannot be stacked, or the batching is none of these.
-    """
+    """The weights and buffers of p replicas, and their gradients on p batches."""
 
     def __init__(
         self, model: nn.Module, world_size: int, *, loss: Loss, batching: str, shared: bool
@@ -75,10 +59,7 @@ class Replicas:
 
     @torch.no_grad()
     def build_model(self, row: int | None) -> nn.Module:
-        """A new model with the weights and buffers of one replica, or for None the mean of all.
-
-        The mean over ranks is taken of running statistics, too; other buffers are rank 0's.
-        """
+        """A new model with the weights and buffers of one replica, or for None the mean of all."""
         model = copy.deepcopy(self._model)
         averaged = self.parameters.keys() | statistics(model).keys()
         own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -202,15 +183,7 @@ def _resolve_batching(batching: str, model: nn.Module, *, shared: bool) -> Batch
 
 
 class Ranks:
-    """What virtual ranks of any family show of their replicas.
-
-    Args:
-        replicas: The replicas.
-
-    Attributes:
-        world_size: How many ranks, p.
-        steps: How many steps were taken.
-    """
+    """What virtual ranks of any family show of their replicas."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -236,11 +209,7 @@ class Ranks:
         return self._replicas.build_model(rank)
 
     def _backward(self, x: Batches, y: Batches) -> Losses:
-        """Gradients of every rank, and the losses.
-
-        Raises:
-            ValueError: There is not one batch a rank.
-        """
+        """Gradients of every rank, and the losses."""
         for name, batches in (("x", x), ("y", y)):
             if batches.ndim < 1 or len(batches) != self.world_size:
                 raise ValueError(

@@ -53,28 +53,7 @@ class Counters:
 
 
 class Aggregation:
-    """All groups of a session, their queue, and their rounds.
-
-    Args:
-        parameters: By name, in the order of backward.
-        group: Runs the collectives; not used for others during a round.
-        settings: The session's settings.
-        merges: The first groups.
-        after_round: Called after each round, with nothing in flight; it may `regroup`.
-        counters: The session's counters.
-        scaler: The scaler that scales the gradients.
-        recorder: Gets spans of time.
-
-    Attributes:
-        counters: The session's counters, as passed.
-        names: Names of the parameters, in the order of backward.
-        parameters: The parameters, in the same order.
-        groups: The groups.
-        passes: The backward passes.
-        broken: Why no further round is possible, None while rounds are.
-        steps: Steps of optimizers so far; equal on all ranks.
-        is_in_closure: Whether a closure runs, which optimizers may call at different weights.
-    """
+    """All groups of a session, their queue, and their rounds."""
 
     def __init__(
         self,
@@ -177,13 +156,7 @@ class Aggregation:
         names: Sequence[str] | None = None,
         carried: Mapping[str, CarriedOver] | None = None,
     ) -> None:
-        """Change the groups, and optionally the order of parameters; between rounds.
-
-        Args:
-            merges: The groups.
-            names: The order; None: unchanged.
-            carried: The carried-over state by name; None: the current state of each tensor.
-        """
+        """Change the groups, and optionally the order of parameters; between rounds."""
         assert not self.passes.began
         carried = self.carried_over() if carried is None else carried
         try:
@@ -229,11 +202,7 @@ class Aggregation:
         return dict(zip(self.names, of_groups, strict=bool(self.groups)))
 
     def check_steps(self, *, averaged: bool) -> None:
-        """Check that an optimizer may step now; `averaged`: with gradients of the last round.
-
-        Raises:
-            GossipError: In the middle of a backward pass, or if no further round is possible.
-        """
+        """Check that an optimizer may step now; `averaged`: with gradients of the last round."""
         if self.broken is not None and not (averaged and self._last_counts):
             raise GossipError(self.broken)
         if self.passes.began:
@@ -249,10 +218,7 @@ class Aggregation:
 
     @torch.no_grad()
     def run_now(self) -> None:
-        """Run a round without a backward pass, on the current `.grad`.
-
-        If that is all zeros, this rank does not send carried-over elements either.
-        """
+        """Run a round without a backward pass, on the current `.grad`."""
         self.passes.open()
         self._empty = not self.has_gradients()
         try:
@@ -318,11 +284,9 @@ class Aggregation:
             self._recorder.span("select", start, perf_counter(), bucket=number)
 
     def _grads(self, number: int) -> list[Tensor | None]:
-        """Return each parameter's gradient for a round; None if it has none.
-
-        It is the whole `.grad`, even if this pass skipped the parameter: on other ranks the mean of
-        an earlier pass is part of the gradient, and so it must be on all.
-        """
+        """Return each parameter's gradient for a round; None if it has none."""
+        # The whole `.grad`, even if this pass skipped the parameter: on other ranks the mean of an
+        # earlier pass is part of the gradient, and so it must be on all.
         grads: list[Tensor | None] = []
         merge = self.merges[number]
         for at in range(merge.start, merge.stop):

@@ -34,22 +34,10 @@ def measure_methods(
     density: float,
     step_seconds: float,
 ) -> Generator[None, None, list[Method]]:
-    """Measure every method that a plan may use; yield after about a step's time.
-
-    It times selection and collective of a group of random gradients, for sizes that grow by four.
-    Each time is a median over runs and ranks, so all ranks decide alike. A size that is expected to
-    take longer than two steps is not measured: costs continue with the slope of the last two sizes.
-    If each tensor has its own number of coordinates, a group has as many tensors of equal size as a
-    group of the model has on average.
-
-    Args:
-        settings: Of the session.
-        group: The ranks that measure; no other collective may run on it.
-        parameters: All parameters of the session.
-        dtype: Dtype of the gradients.
-        density: The share that sparse messages have.
-        step_seconds: Duration of a step; the same on all ranks.
-    """
+    """Measure every method that a plan may use; yield after about a step's time."""
+    # Each time is a median over runs and ranks, so all ranks decide alike. A size that is expected
+    # to take longer than two steps is not measured: costs continue with the slope of the last two
+    # sizes.
     elements = sum(p.numel() for p in parameters)
     begun_seconds = perf_counter()
     methods: list[Method] = []
@@ -84,10 +72,9 @@ def measure_methods(
 
 
 def _make_method(name: str, sizes: Sequence[int], times: Sequence[Times]) -> Method:
-    """Fit curves through the measurements; an element costs at least as much as the last ones.
-
-    An idle link passes a short message faster than its rate. In a step, other messages precede it.
-    """
+    """Fit curves through the measurements; an element costs at least as much as the last ones."""
+    # An idle link passes a short message faster than its rate. In a step, other messages precede
+    # it.
     gathers = [gather for _, gather, _ in times]
     slope = max(0.0, (gathers[-1] - gathers[-2]) / (sizes[-1] - sizes[-2]))
     slope = min(slope, gathers[-1] / sizes[-1])

@@ -92,11 +92,7 @@ entry `"*"` for all others, the last.
 
 
 def resolve_density(density: object, names: Sequence[str]) -> Density:
-    """Return a valid density for these parameters.
-
-    Raises:
-        ValueError: It is invalid.
-    """
+    """Return a valid density for these parameters."""
     if isinstance(density, Mapping):
         for pattern, value in density.items():
             if not isinstance(pattern, str):
@@ -147,11 +143,7 @@ def warn_of_loss(density: Density) -> None:
 
 
 def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
-    """Return each parameter's density in a step.
-
-    Raises:
-        ValueError: A function returns an invalid density.
-    """
+    """Return each parameter's density in a step."""
     if isinstance(density, Mapping):
         return tuple(density[_first_fit(density, name)] for name in names)
     if callable(density):
@@ -202,14 +194,9 @@ def _count(size: int, share: float) -> int:
 
 
 class AgreedDensity:
-    """A density by round; rank 0 evaluates a function ahead for many rounds, for all ranks.
+    """A density by round; rank 0 evaluates a function ahead for many rounds, for all ranks."""
 
-    Messages of unequal sizes would crash the process instead of raising an error.
-
-    Args:
-        density: Equal on all ranks, unless it is a function.
-        group: The ranks of the rounds.
-    """
+    # Messages of unequal sizes would crash the process instead of raising an error.
 
     def __init__(self, density: Density, group: Group) -> None:
         self._density = density
@@ -217,14 +204,7 @@ class AgreedDensity:
         self._known: dict[int, float] = {}
 
     def at(self, names: Sequence[str], round: int) -> tuple[float, ...]:
-        """Return each parameter's density; for a function a collective, in one round of many.
-
-        A function that fails for a later round is evaluated again in that round: a table of as many
-        densities as steps works.
-
-        Raises:
-            GossipError: On all ranks, if the function raises for this round, or returns no density.
-        """
+        """Return each parameter's density; for a function a collective, in one round of many."""
         if not _is_function(self._density):
             return densities_at(self._density, names, round)
         if round not in self._known:

@@ -53,30 +53,12 @@ class _Chosen:
 
 
 class MergedGroup:
-    """Consecutive tensors whose gradients are sent as one message.
+    """Consecutive tensors whose gradients are sent as one message."""
 
-    It holds two flat buffers of all its elements. One is the residual. The other receives residual
-    plus gradient; after the largest elements are removed, it *is* the next residual, and the old
-    one, zeroed, collects the sum over ranks. So nothing is copied, and during a round `roll_back`
-    can restore the old residual.
-
-    Args:
-        parameters: Parameters on one device.
-        method: `"sparse"`, or `"dense"`, `"fp16"` or `"bf16"` for all-reduces.
-        world_size: Number of ranks.
-        per_tensor: Whether each tensor has its own number of coordinates.
-        value_dtype: Type of values on the wire; None: that of the sums.
-        momentum: Factor of momentum correction, None for none.
-
-    Attributes:
-        method: The method, as passed.
-        sizes: Number of elements of each tensor.
-        numel: Total number of elements.
-        finite: Whether all values of the last round were finite.
-        rounds_without: For each tensor the rounds since a coordinate was last chosen.
-        timing: The times of the last round.
-        step: The step of the round, and a checksum of weights: equal on all ranks, or it fails.
-    """
+    # Two flat buffers of all its elements: one is the residual, the other receives residual plus
+    # gradient. After the largest elements are removed the second *is* the next residual, and the
+    # old one, zeroed, collects the sum over ranks. So nothing is copied, and during a round
+    # `roll_back` can restore the old residual.
 
     def __init__(
         self,
@@ -228,11 +210,7 @@ class MergedGroup:
 
     @torch.no_grad()
     def exchange(self, group: Group) -> None:
-        """Run the collective and compute the mean over ranks; on the thread of collectives.
-
-        Raises:
-            GossipError: A rank is gone, or sent an invalid message.
-        """
+        """Run the collective and compute the mean over ranks; on the thread of collectives."""
         with self._staging.on_stream():
             if self.sparse:
                 self._exchange_sparse(group)
@@ -259,10 +237,7 @@ class MergedGroup:
 
     @torch.no_grad()
     def roll_back(self, grads: Sequence[Tensor | None]) -> None:
-        """Restore the state before `begin(grads)`; up to rounding after the sums have arrived.
-
-        Restores the chosen elements, and subtracts this round's gradient.
-        """
+        """Restore the state before `begin(grads)`; up to rounding after the sums have arrived."""
         if self._sends_zeros:
             return
         self._staging.wait_received()

@@ -52,27 +52,7 @@ Phase = Generator[None, None, None]  # resumed after each round
 
 
 class Planner:
-    """The plan of a session, agreed on by all ranks.
-
-    A plan that needs measurements starts as one group: selection then follows the last gradient,
-    and the times of gradients are those of backward only. Then `_search` continues after each
-    round, and delays a step by about one more step at most.
-
-    Args:
-        settings: The session's settings.
-        sizes_bytes: Sizes of the parameters, in the order in which backward is expected to finish
-            them.
-        group: The ranks that agree.
-
-    Attributes:
-        first_merges: The first groups.
-        plan: The computed or given plan; None before it is computed, and for rules without times.
-        alternatives: Predicted seconds of the rules, by name and method.
-        compared_seconds: Of a step with the plan and with dense; empty before both were used.
-        backward_seconds: Of each tensor, as measured, in the order of the plan.
-        methods: With costs as measured.
-        refused: Why nothing is compressed, None if something is, or compression was not requested.
-    """
+    """The plan of a session, agreed on by all ranks."""
 
     def __init__(self, settings: Settings, sizes_bytes: Sequence[int], group: Group) -> None:
         self.plan: Plan | None = settings.plan if isinstance(settings.plan, Plan) else None
@@ -97,12 +77,7 @@ class Planner:
         return self.plan is not None and self._dense is None
 
     def restart(self, aggregation: Aggregation) -> None:
-        """Measure and plan again in the next steps, with one group until then; a collective.
-
-        Raises:
-            ValueError: The plan does not use measurements.
-            GossipError: The ranks are not at the same step.
-        """
+        """Measure and plan again in the next steps, with one group until then; a collective."""
         if not self._settings.measures:
             raise ValueError(
                 f"plan={self._settings.plan!r} measures nothing, so there is nothing to plan anew: "
@@ -147,17 +122,15 @@ class Planner:
         self._phase, self._is_searching = None, self._settings.measures and not self.decided
 
     def _search(self, aggregation: Aggregation) -> Phase:
-        """Find a plan; every `yield` is a step of the user's.
-
-        1. Time backward.
-        2. The ranks measure selection and collectives together, at the density that training goes
-           on with after a `Warmup`.
-        3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own; all
-           change to it between two rounds.
-        4. For `"optimal"`, when the density is that of the plan: the plan and the best dense plan
-        alternate for some steps, and the faster is kept. A plan that compresses has to save
-        `LEAST_SAVING` of a step, since delayed elements cost accuracy.
-        """
+        """Find a plan; every `yield` is a step of the user's."""
+        # 1. Time backward.
+        # 2. The ranks measure selection and collectives together, at the density that training has
+        #    after a `Warmup`.
+        # 3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own:
+        #    different processors round differently.
+        # 4. For "optimal", the plan and the best dense plan alternate for some steps, and the
+        #    faster is kept; one that compresses has to save `LEAST_SAVING` of a step, since delayed
+        #    elements cost accuracy.
         if self.plan is None:
             step_seconds = yield from self._time_backward(aggregation)
             self.methods = yield from measure_methods(
@@ -192,10 +165,7 @@ class Planner:
         return statistics.median(period for _, period in of_ranks)
 
     def _compute(self, aggregation: Aggregation) -> Phase:
-        """Compute the plan on rank 0, and apply it on all ranks.
-
-        Different processors round differently, so ranks that computed it themselves might differ.
-        """
+        """Compute the plan on rank 0, and apply it on all ranks."""
         computed: Future[dict[str, Any]] | None = None
         if self._group.rank == 0:
             executor = ThreadPoolExecutor(1, "gossipgrad plan")
@@ -226,11 +196,7 @@ class Planner:
         yield
 
     def _compare(self, aggregation: Aggregation) -> Phase:
-        """Alternate the plan and the dense plan for some real steps, and keep the faster one.
-
-        Compares the median time from the end of a round to the end of the next, the user's step
-        time. Ranks wait for each other, so the median over ranks is the time of all.
-        """
+        """Alternate the plan and the dense plan for some real steps, and keep the faster one."""
         assert self.plan is not None
         assert self._dense is not None
         own, dense = self.plan, self._dense
@@ -276,15 +242,7 @@ class Planner:
 def backward_of(
     of_ranks: Sequence[Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[str], list[float]]:
-    """Return the order of gradients, and the backward time of each after the one before.
-
-    The order is rank 0's; parameters without a gradient there come last. Times are medians over the
-    ranks that have one.
-
-    Args:
-        of_ranks: For each rank, seconds from the first gradient to each, by name.
-        names: Names of all parameters.
-    """
+    """Return the order of gradients, and the backward time of each after the one before."""
     first = of_ranks[0]
     ordered = sorted(first, key=lambda name: first[name])
     ordered += [name for name in names if name not in first]

@@ -12,13 +12,7 @@ __all__ = ["OrderedQueue", "Ticket"]
 
 
 class Ticket:
-    """One entry of the queue, with its result and times.
-
-    Attributes:
-        error: The error that it raised, or None.
-        began_seconds: When it started, in `time.perf_counter` seconds.
-        ended_seconds: When it was done.
-    """
+    """One entry of the queue, with its result and times."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.error: BaseException | None = None
@@ -45,14 +39,11 @@ class Ticket:
 
 
 class OrderedQueue:
-    """Runs its entries one after another; after one fails, all later ones fail.
+    """Runs its entries one after another; after one fails, all later ones fail."""
 
-    Collectives are matched by their order alone, and which gradient is ready first differs from
-    rank to rank: all collectives of a session go through its one queue, in the order of the plan.
-    After one that failed the ranks need not be at the same entry any more, so there is no next.
-
-    The thread starts with the first entry and ends with `close`.
-    """
+    # Collectives are matched by their order alone, and which gradient is ready first differs from
+    # rank to rank: all go through one queue, in the order of the plan. After one that failed the
+    # ranks need not be at the same entry any more, so there is no next.
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -80,14 +80,7 @@ def change(aggregation: Aggregation, trained: Mapping[str, nn.Parameter]) -> str
 def session_misfit(
     settings: Settings, group: Group, trained: Mapping[str, Tensor], session: Any
 ) -> str | None:
-    """Return why a session's own state cannot be loaded here; None if it can.
-
-    Args:
-        settings: The settings of this session.
-        group: The group of its ranks.
-        trained: Its trained parameters by name.
-        session: The state.
-    """
+    """Return why a session's own state cannot be loaded here; None if it can."""
     try:
         if session["version"] == VERSION:
             return _unlike(session, settings, group, trained)
@@ -97,11 +90,9 @@ def session_misfit(
 
 
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that must agree among states saved between the same two steps.
-
-    The planner of each rank decides when to enter a collective, from values that are equal on all
-    ranks: if they differed, ranks would wait forever.
-    """
+    """Return the values that must agree among states saved between the same two steps."""
+    # The planner of each rank decides when to enter a collective from values that are equal on all
+    # ranks: if they differed, ranks would wait forever.
     return {
         "asked": session["asked"],
         "plan": session["plan"],
@@ -111,13 +102,7 @@ def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_all_fit(group: Group, why: str | None, session: Any) -> None:
-    """Raise `ValueError` if a rank's state does not fit, or states disagree; a collective.
-
-    Args:
-        group: The session's group.
-        why: Why this rank's state does not fit, None if it does.
-        session: This rank's state.
-    """
+    """Raise `ValueError` if a rank's state does not fit, or states disagree; a collective."""
     of_ranks = group.all_gather_object([why, None if why else saved_at(session)])
     for rank, (problem, _) in enumerate(of_ranks):
         if problem is not None:

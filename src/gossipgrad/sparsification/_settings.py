@@ -34,13 +34,7 @@ RULES = (*MEASURED_RULES, "layerwise", "wfbp", "single")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RoundSettings):
-    """The settings of `sparsify()`, with density resolved.
-
-    All ranks meet in every step, in collectives.
-
-    Raises:
-        ValueError: For the first invalid setting.
-    """
+    """The settings of `sparsify()`, with density resolved."""
 
     mode: Mode = field(default=Sync(), init=False)
     every: int = field(default=1, init=False)
@@ -176,11 +170,7 @@ def check_plan_fits(plan: Plan, tensors: int, methods: Sequence[str]) -> None:
 
 
 def in_order_of(plan: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters in the order of a plan's names; unchanged without names.
-
-    Raises:
-        ValueError: The plan has other names.
-    """
+    """Return the parameters in the order of a plan's names; unchanged without names."""
     if not isinstance(plan, Plan) or not plan.names:
         return parameters
     for what, some, others in (

@@ -19,26 +19,13 @@ _LOOK_EVERY = 100  # rounds between checks for gradients of untrained parameters
 
 
 class StepWatch:
-    """Ensures that no optimizer steps with a gradient of this rank only.
+    """Ensures that no optimizer steps with a gradient of this rank only."""
 
-    Gradients are averaged at the end of backward. A step with gradients that are not (the last pass
-    was inside `no_sync()`, or gradients were written by hand) runs its own round, and so does a
-    step without gradients: other ranks may be in their round. If the step computes gradients in a
-    closure, the backward pass in it is the round, or one follows when the closure returns. An
-    optimizer that does not call its closure steps without a round: that ends the session.
-
-    Rounds have the number of this rank's steps, and in a closure a checksum of its weights: if
-    ranks differ in them, the round fails on all.
-
-    Gradients written by hand after a round whose step was skipped count as those of that round,
-    unless a scaler skipped it and has changed its scale.
-
-    Args:
-        model: Names the parameters.
-        optimizers: All optimizers of the session.
-        aggregation: The rounds.
-        scaler: The session's scaler.
-    """
+    # A step with gradients that are not averaged (the last pass was inside `no_sync()`, or they
+    # were written by hand) runs its own round, and so does a step without gradients: other ranks
+    # may be in theirs. In a closure the backward pass is the round, or one follows when it returns.
+    # Rounds have the number of this rank's steps, and in a closure a checksum of its weights: where
+    # ranks differ in them, the round fails on all.
 
     def __init__(
         self,
@@ -156,12 +143,9 @@ class StepWatch:
         aggregation.steps += 1
 
     def _look_for_untrained(self) -> None:
-        """Warn once of a parameter that has a gradient and that no optimizer here trains.
-
-        Under DistributedDataParallel its gradient would be the mean of all ranks. Here it stays
-        this rank's own, and results computed from all gradients, such as their norm, differ between
-        ranks.
-        """
+        """Warn once of a parameter that has a gradient and that no optimizer here trains."""
+        # Its gradient would stay this rank's own, and what is computed from all gradients, such as
+        # their norm, would differ between ranks.
         look = self._aggregation.counters.rounds // _LOOK_EVERY
         if self._warned or look == self._looked_at:
             return

@@ -12,10 +12,7 @@ __all__ = ["Clock", "Staging", "make_clock", "make_staging"]
 
 
 class Staging:
-    """Passes tensors in host memory between the backward thread and the collectives' thread.
-
-    Both threads see the same memory, and the queue and its tickets order them.
-    """
+    """Passes tensors in host memory between the backward thread and the collectives' thread."""
 
     def mark_written(self) -> None:
         """Mark that the backward thread has written the data for the other thread."""
@@ -38,11 +35,10 @@ class Staging:
 
 
 class StreamStaging(Staging):
-    """Passes tensors on an accelerator, on a separate stream for collectives.
+    """Passes tensors on an accelerator, on a separate stream for collectives."""
 
-    Kernels of backward continue while a message is copied to the host: it waits only for work
-    queued before the group was written.
-    """
+    # Kernels of backward continue while a message is copied: it waits only for work queued before
+    # the group was written.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
