@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Faults, FaultyTransport, Transport, ZeroMQTransport
+from gossipgrad.comm import Faults, FaultyTransport, Transport, TCPTransport
 from gossipgrad.report import Trace
 
 WORLD_SIZE = 2
@@ -27,7 +27,7 @@ def record() -> dict[str, Any]:
     torch.set_num_threads(1)
     modes = {mode: shown(train(mode)) for mode in ("overlap", "sync")}
     setting = (
-        f"{WORLD_SIZE} ranks in threads, ZeroMQ, each message {1e3 * DELAY_SECONDS:g} ms late; "
+        f"{WORLD_SIZE} ranks in threads, TCP, each message {1e3 * DELAY_SECONDS:g} ms late; "
         f"forward waits {1e3 * FORWARD_SECONDS:g} ms and backward {1e3 * BACKWARD_SECONDS:g} ms"
     )
     return {"command": "python docs/figures.py --record", "setting": setting, "modes": modes}
@@ -58,7 +58,7 @@ def rank_main(rank: int, store: dist.Store, mode: str, trace: Trace) -> None:
             faults.delay(rank=r, round=t, seconds=DELAY_SECONDS)
 
     def slow(group: gg.Group) -> Transport:
-        return FaultyTransport(ZeroMQTransport(group), faults)
+        return FaultyTransport(TCPTransport(group), faults)
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))

@@ -9,7 +9,7 @@ from support.waiting import HANG_SECONDS
 from support.watches import Clock, make_watches
 
 
-@pytest.fixture(params=["in-process", "zeromq"])
+@pytest.fixture(params=["in-process", "tcp"])
 def kind(request):
     return request.param
 

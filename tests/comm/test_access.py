@@ -1,13 +1,10 @@
-"""Encrypted links: who knows the secret, who does not, and what each of them is told."""
+"""The secret of a run: who knows it, who does not, and what each of them is told."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
-from zmq.utils import z85
 
 import gossipgrad as gg
 from gossipgrad.comm import (
@@ -16,8 +13,7 @@ from gossipgrad.comm import (
     Outcome,
     Part,
     Received,
-    ZeroMQTransport,
-    resolve_transport,
+    TCPTransport,
 )
 from gossipgrad.errors import AgreementError, GossipError
 from support.links import RUN
@@ -43,12 +39,12 @@ def given(path):
         os.environ[SECRET_FILE] = path
 
 
-def start(encrypt):
+def start():
     """What becomes of a session of this rank."""
     model = network()
     optimizer = sgd(list(model.parameters()))
     try:
-        with gg.gossip(model, optimizer, encrypt=encrypt) as session:
+        with gg.gossip(model, optimizer) as session:
             for step in range(3):
                 set_gradients(model, session.rank, step)
                 optimizer.step()
@@ -60,16 +56,14 @@ def start(encrypt):
 
 def _with_secrets(rank, store, folder):
     mine, other, found = secret_in(folder, f"a{rank}", "a"), secret_in(folder, "b", "b"), {}
-    for case, path, encrypt in (
-        ("same", mine, None),
-        ("other", other if rank == 2 else mine, True),
-        ("none", None if rank == 1 else mine, None),
-        ("plain", mine, rank != 1),
-        ("missing", str(Path(folder) / "missing") if rank == 0 else mine, True),
-        ("unset", None if rank == 0 else mine, True),
+    for case, path in (
+        ("same", mine),
+        ("other", other if rank == 2 else mine),
+        ("none", None if rank == 1 else mine),
+        ("missing", str(Path(folder) / "missing") if rank == 0 else mine),
     ):
         given(path)
-        found[case] = start(encrypt)
+        found[case] = start()
     return found
 
 
@@ -80,10 +74,8 @@ def test_a_wrong_or_missing_secret_is_refused_by_name_on_all_ranks(tmp_path):
         assert found["same"][0] == "trained"
         for case, odd, kind, said in (
             ("other", 2, "AgreementError", "rank 2 has another secret"),
-            ("none", 1, "AgreementError", "rank 1 does not encrypt its links"),
-            ("plain", 1, "AgreementError", "rank 1 does not encrypt its links"),
-            ("missing", 0, "GossipError", "rank 0 cannot encrypt: cannot read"),
-            ("unset", 0, "GossipError", "rank 0 cannot encrypt: encrypt=True needs a file"),
+            ("none", 1, "AgreementError", "rank 1 names no file"),
+            ("missing", 0, "GossipError", "rank 0 has no secret: cannot read"),
         ):
             name, text = found[case]
             if rank == odd and kind == "GossipError":
@@ -102,26 +94,14 @@ def test_what_is_no_file_with_a_secret_is_refused(tmp_path, monkeypatch, content
     path.chmod(0o700)
     monkeypatch.setenv(SECRET_FILE, str(path))
     with pytest.raises(ValueError, match=r"openssl rand") as caught:
-        run_ranks(1, lambda rank, group: ZeroMQTransport(group))
+        run_ranks(1, lambda rank, group: TCPTransport(group))
     assert said in str(caught.value)
 
 
 def test_a_secret_that_others_can_read_warns(secret):
     secret.chmod(0o644)
     with pytest.warns(UserWarning, match="other users can read the secret"):
-        ZeroMQTransport.joining(0, 1, introductions={}).close()
-
-
-def test_encryption_is_refused_where_it_cannot_be(monkeypatch, secret):
-    with pytest.raises(ValueError, match=r"lambda group: ZeroMQTransport\(group, encrypt=True\)"):
-        resolve_transport(ZeroMQTransport, encrypt=True)
-    with pytest.raises(ValueError, match="encrypt must be True, False or None, got 'yes'"):
-        resolve_transport("zeromq", encrypt="yes")
-    monkeypatch.setattr(zmq, "has", lambda what: False)
-    with pytest.raises(ValueError, match="CURVE"):
-        resolve_transport("zeromq", encrypt=True)
-    with pytest.raises(ValueError, match="CURVE"):
-        run_ranks(1, lambda rank, group: ZeroMQTransport(group))
+        TCPTransport.joining(0, 1, introductions={}, secret=None).close()
 
 
 def exchange(a, b, rounds, first=0):
@@ -135,41 +115,43 @@ def exchange(a, b, rounds, first=0):
         assert theirs.received.eq(round).all()
 
 
-@pytest.mark.parametrize("keys", ["none", "own", "server's guessed", "server's known"])
-def test_who_lacks_the_secret_gets_nothing_in_and_the_run_goes_on(secret, keys):
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group))
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_who_lacks_the_secret_gets_nothing_in(secret, monkeypatch, is_in_file):
+    """Neither as the rank that connects, nor as the one that listens."""
+    if not is_in_file:
+        monkeypatch.delenv(SECRET_FILE)
+    ends = run_ranks(2, lambda rank, group: TCPTransport(group))
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     exchange(a, b, 2)
-    context = zmq.Context()
-    stranger = context.socket(zmq.PUSH)
-    stranger.linger = 0
-    if keys != "none":
-        public, private = zmq.curve_keypair()
-        stranger.curve_publickey, stranger.curve_secretkey = public, private
-        stranger.curve_serverkey = {
-            "own": public,
-            "server's guessed": zmq.curve_public(z85.encode(bytes(32))),
-            "server's known": ends[0]._access._keys[0],  # all that it could have seen
-        }[keys]
-    stranger.connect(ends[0].introduction[0])
-    for _ in range(100):
-        stranger.send(b"hello")
-    for attempt in range(20):
-        exchange(a, b, 1, first=2 + attempt)
-        time.sleep(0.02)
+    fingerprint = ends[0].introduction[1]  # all that it could have seen
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    stranger = TCPTransport.joining(2, 2, introductions={}, secret="ab" * 32)
+    stranger.introductions[0] = ends[0].introduction
+    for end in ends:
+        end.add_peer(2, [stranger.introduction[0], fingerprint])
+    stranger.send(0, b"hello")
+    ends[1].send(2, b"weights", torch.ones(1 << 16, dtype=torch.uint8))
+    events = []
+    until(lambda: events.extend(stranger.receive(0.01)) or events)
+    assert events == [Lost(0)]
+    until(lambda: b.poll() or b.gone)
+    exchange(a, b, 20, first=2)
     assert a.refused == 0, "it never reached the channel"
-    assert (a.gone, b.gone) == ({}, {})
+    assert (a.gone, b.gone) == ({}, {2: "was lost"})
+    assert stranger.receive(0.0) == []
     stranger.close()
-    context.term()
     a.close()
     b.close()
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_one_that_joins_talks_with_those_who_are_there(secret, monkeypatch, is_in_file):
     """Also before they have heard of it."""
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, encrypt=encrypt))
-    newcomer = ZeroMQTransport.joining(2, 2, introductions=ends[0].introductions, encrypt=encrypt)
+    if not is_in_file:
+        monkeypatch.delenv(SECRET_FILE)
+    ends = run_ranks(2, lambda rank, group: TCPTransport(group))
+    known = {"introductions": ends[0].introductions, "secret": ends[0].published_secret}
+    newcomer = TCPTransport.joining(2, 2, **known)
     newcomer.send(0, b"early")
     events = []
     until(lambda: events.extend(ends[0].receive(0.01)) or events)
@@ -183,12 +165,13 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
     theirs = b.post(0, 0, torch.full((4,), 2.0), send_to=1, recv_from=1)
     assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
-    with pytest.raises(AgreementError, match="encrypt"):
-        ZeroMQTransport.joining(3, 2, introductions=ends[0].introductions, encrypt=not encrypt)
-    if encrypt:
+    if is_in_file:
         secret.write_text(64 * "z")
         with pytest.raises(AgreementError, match="another secret"):
-            ZeroMQTransport.joining(3, 2, introductions=ends[0].introductions)
+            TCPTransport.joining(3, 2, **known)
+        monkeypatch.delenv(SECRET_FILE)
+        with pytest.raises(ValueError, match="names none here"):
+            TCPTransport.joining(3, 2, **known)
     for end in (*ends, newcomer):
         end.close()
 
@@ -198,33 +181,10 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
     [[], ["tcp://127.0.0.1:5000"], ["ipc:///there", None], ["tcp://127.0.0.1:5000", 0]],
 )
 def test_what_is_no_introduction_is_refused(introduction):
-    end = run_ranks(1, lambda rank, group: ZeroMQTransport(group, encrypt=False))[0]
+    end = run_ranks(1, lambda rank, group: TCPTransport(group))[0]
     with pytest.raises(AgreementError, match="same version"):
         end.add_peer(1, introduction)
     end.add_peer(1, ["tcp://127.0.0.1:5000", None])
     with pytest.raises(AgreementError, match="listens elsewhere"):
         end.add_peer(1, ["tcp://127.0.0.1:5001", None])
     end.close()
-
-
-def test_encryption_without_a_secret_says_how_to_make_one(monkeypatch):
-    monkeypatch.delenv(SECRET_FILE, raising=False)
-    with pytest.raises(ValueError, match=r"needs a file .*openssl rand -hex 32.*run\.secret"):
-        run_ranks(1, lambda rank, group: ZeroMQTransport(group, encrypt=True))
-
-
-def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(secret):
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group))
-    ends[0]._access._keys = zmq.curve_keypair()
-    ends[0].forget(1)  # its link has been used
-    payload, events = torch.zeros(1 << 16, dtype=torch.uint8), []
-
-    def told():
-        ends[0].send(1, b"header", payload)
-        return events.extend(ends[0].receive(0.01)) or events
-
-    until(told)
-    assert events == [Lost(1)]
-    assert ends[1].receive(0.0) == []
-    for end in ends:
-        end.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gossipgrad.comm import ZeroMQTransport, _interface, here
+from gossipgrad.comm import TCPTransport, _interface, here
 from gossipgrad.comm._interface import own_address
 from gossipgrad.errors import GossipError
 from support.ranks import run_ranks
@@ -16,9 +16,7 @@ from support.ranks import run_ranks
 @pytest.mark.parametrize(("bind", "address"), [("127.0.0.2", "127.0.0.2"), ("lo", "127.0.0.1")])
 def test_the_interface_may_be_named_in_the_environment(monkeypatch, bind, address):
     monkeypatch.setenv("GOSSIPGRAD_BIND", bind)
-    ends = run_ranks(
-        2, lambda rank, group: ZeroMQTransport(group, bind="127.0.0.1" if rank else None)
-    )
+    ends = run_ranks(2, lambda rank, group: TCPTransport(group, bind="127.0.0.1" if rank else None))
     assert [end.address for end in ends] == [address, "127.0.0.1"]
     for end in ends:
         end.close()
@@ -29,7 +27,7 @@ def test_loopback_is_refused_where_ranks_are_on_several_hosts(monkeypatch, bind)
     hosts = iter(["one", "other"])
     monkeypatch.setattr(_interface, "here", lambda: next(hosts))
     with pytest.raises(ValueError, match=f"bind='{bind}' is a loopback address"):
-        run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind=bind))
+        run_ranks(2, lambda rank, group: TCPTransport(group, bind=bind))
 
 
 def test_hosts_are_told_apart_by_their_boot_and_not_by_name(monkeypatch):
@@ -55,7 +53,7 @@ def test_a_link_that_leads_nowhere_ends_the_start_on_all_ranks_with_both_address
 
         group.all_gather_object = gather_wrongly
         with pytest.raises(GossipError) as caught:
-            ZeroMQTransport(group)
+            TCPTransport(group)
         return str(caught.value)
 
     for said in run_ranks(3, work):
@@ -67,6 +65,6 @@ def test_an_interface_with_ipv6_alone_can_be_listened_on(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setattr(socket, "gethostname", lambda: "::1")
     assert own_address("::1") is None, "loopback is no address for others"
-    (end,) = run_ranks(1, lambda rank, group: ZeroMQTransport(group, bind="::1"))
+    (end,) = run_ranks(1, lambda rank, group: TCPTransport(group, bind="::1"))
     assert end.address == "::1"
     end.close()

@@ -1,23 +1,16 @@
 """What each transport must stand by itself: strangers, broken links, queues that are full."""
 
+import contextlib
+import resource
 import socket
+import threading
 
 import pytest
 import torch
-import zmq
 
-from gossipgrad.comm import (
-    Channel,
-    Header,
-    Kind,
-    Outcome,
-    Part,
-    ZeroMQTransport,
-    _zeromq,
-    _zeromq_link,
-)
+from gossipgrad.comm import Channel, Header, Kind, Outcome, Part, TCPTransport
 from gossipgrad.errors import GossipError
-from support.links import RUN, make_transports, ours, until_none_but
+from support.links import RUN, cut, make_transports, ours, until_none_but
 from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
@@ -62,39 +55,42 @@ def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, cha
     assert mine.received.tolist() == [2.0] * 4
 
 
-def test_garbage_over_a_link_is_dropped_and_disturbs_nobody_else(monkeypatch):
-    ends = run_ranks(3, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
-    a, b, _ = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
-    good = Header(**GOOD, size_bytes=16).pack()
-    with socket.create_connection(
-        ("127.0.0.1", int(ends[0].introduction[0].split(":")[-1]))
-    ) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1 << 10))
-    ends[2].open(0)
-    link = ends[2]._links[0]
-    for number, frames in enumerate(
-        [[b""], [b"hello"], [good, bytes(16), b"more"], [bytes(1 << 15)], [good[:-1], bytes(16)]]
-    ):
-        link.socket.send_multipart(frames)
-        until(lambda number=number: a.poll() or a.refused == number + 1)
-    monkeypatch.setattr(_zeromq, "_RECONNECT_MILLISECONDS", 60_000)
-    ends[2].receive(0.0)
-    link.socket.send(bytes(1 << 20))  # above the limit: its connection is cut
-    until(lambda: a.poll() or ends[2].receive(0.0) or link.down_since is not None)
-    pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(1 << 10), bytes(1 << 20)])
+def test_a_stranger_on_the_port_disturbs_nobody(said):
+    ends = make_transports("tcp", 2)
+    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
+    host, port = ends[0].introduction[0].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(said)
+        pair = post(a, 1), post(b, 0)
+        assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+        if said:
+            stranger.settimeout(HANG_SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1 << 10) == b""
+    assert a.refused == 0, "it never reached the channel"
     assert a.gone == b.gone == {}
     for end in ends:
         end.close()
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_a_payload_of_the_limit_arrives_and_none_above_it(encrypt, secret):
-    """Encrypted ones are longer on the wire, where ZeroMQ looks."""
+def test_garbage_of_a_rank_is_dropped_and_counted():
+    ends = make_transports("tcp", 2)
+    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
+    good = Header(**GOOD, size_bytes=16).pack()
+    for number, header in enumerate([b"", b"hello", bytes(1 << 14), good[:-1]]):
+        ends[1].send(0, header, torch.zeros(16, dtype=torch.uint8))
+        until(lambda number=number: a.poll() or a.refused == number + 1)
+    pair = post(a, 1), post(b, 0)
+    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+    for end in ends:
+        end.close()
+
+
+def test_a_payload_of_the_limit_arrives_and_none_above_it():
     size, events = (1 << 16) + 16, []
-    ends = run_ranks(
-        2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=size, encrypt=encrypt)
-    )
+    ends = run_ranks(2, lambda rank, group: TCPTransport(group, max_payload_bytes=size))
     ends[0].send(1, bytes(1 << 14), torch.ones(size, dtype=torch.uint8))
     until(lambda: events.extend(ends[1].receive(0.01)) or events)
     assert events[0].header == bytes(1 << 14)
@@ -106,61 +102,78 @@ def test_a_payload_of_the_limit_arrives_and_none_above_it(encrypt, secret):
         end.close()
 
 
-def test_a_failed_start_leaves_no_socket(monkeypatch):
-    contexts = []
-    make = zmq.Context
+def test_messages_of_all_sizes_arrive_whole_and_in_order_both_ways():
+    """Also those that are sent while both ends connect."""
+    ends, sizes = make_transports("tcp", 2), [0, 1, 1 << 12, 3 << 20, 1 << 14, 5, 7 << 20, 0]
 
-    def context():
-        contexts.append(make())
-        return contexts[-1]
+    def talk(end):
+        peer, found, tickets = 1 - end.rank, [], []
+        for number, size in enumerate(sizes):
+            payload = torch.full((size,), number, dtype=torch.uint8) if size else None
+            tickets.append(end.send(peer, b"%d" % number, payload))
+        until(lambda: found.extend(end.receive(0.1)) or len(found) == len(sizes))
+        assert all(ticket.wait(HANG_SECONDS) for ticket in tickets)
+        return found
 
-    monkeypatch.setattr(zmq, "Context", context)
+    threads = [threading.Thread(target=talk, args=(ends[1],))]
+    threads[0].start()
+    found = talk(ends[0])
+    threads[0].join()
+    assert [event.header for event in found] == [b"%d" % n for n in range(len(sizes))]
+    for number, (event, size) in enumerate(zip(found, sizes, strict=True)):
+        assert (0 if event.payload is None else event.payload.numel()) == size
+        assert event.payload is None or event.payload.eq(number).all()
+    for end in ends:
+        end.close()
+
+
+def test_a_failed_start_leaves_no_thread():
+    before = set(ours())
     with pytest.raises(ValueError, match=r"cannot listen on bind='192\.0\.2\.1'.*of this host"):
-        run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind="192.0.2.1"))
+        run_ranks(2, lambda rank, group: TCPTransport(group, bind="192.0.2.1"))
     with pytest.raises(ValueError, match=r"bind='0\.0\.0\.0' is every interface.*10\.0\.0\.7"):
-        run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind="0.0.0.0"))
+        run_ranks(2, lambda rank, group: TCPTransport(group, bind="0.0.0.0"))
 
     def one_dies(rank, group):
         if rank == 1:
             group.close()
             return None
         with pytest.raises(GossipError):
-            return ZeroMQTransport(group)
+            return TCPTransport(group)
 
     run_ranks(2, one_dies)
-    assert len(contexts) >= 3
-    assert all(c.closed for c in contexts)
+    until_none_but(before)
 
 
-def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation():
+def test_a_world_for_which_the_system_has_too_few_open_files_is_refused(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 1000))
+    with pytest.raises(ValueError, match=r"5000 ranks need about .* allows 1000"):
+        TCPTransport.joining(0, 5000, introductions={}, secret="00")
+
+
+def test_a_link_that_broke_is_seen_by_both_and_made_again_in_the_next_generation():
     """Until then both ends see the other as gone, and neither hangs."""
-    ends = make_transports("zeromq", 2)
+    ends = make_transports("tcp", 2)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     pair = post(a, 1), post(b, 0)
     assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
-    until(lambda: a.poll() or ends[0]._links[1].was_up)  # else it is not yet seen to go down
-    ends[0]._links[1].note(_zeromq_link.DOWN)
-    ends[0]._links[1].note(_zeromq_link.UP)
     waits = post(b, 0, round=1)
-    assert a.take(post(a, 1, round=1), HANG_SECONDS) in (D, X)
-    until(lambda: a.poll() or a.gone == {1: "was lost"})
-    if waits.open:
-        b.take(waits, 0.0)
-    again = post(b, 0, round=2)
-    until(lambda: (a.poll(), b.poll()) and b.gone == {0: "was lost"})
-    assert not again.open
+    cut(ends[0], 1)
+    until(lambda: (a.poll(), b.poll()) and a.gone == {1: "was lost"} and b.gone == {0: "was lost"})
+    assert not waits.open
+    assert (post(a, 1, round=2).outcome, post(b, 0, round=2).outcome) == (X, X)
     for end in (a, b):
         end.enter(1, 3, [0, 1])
     assert a.gone == b.gone == {}
     until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (3, 3))
-    anew = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
-    assert (a.take(anew[0], HANG_SECONDS), b.take(anew[1], HANG_SECONDS)) == (D, D)
-    assert anew[0].received.tolist() == [6.0] * 4
+    again = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
+    assert (a.take(again[0], HANG_SECONDS), b.take(again[1], HANG_SECONDS)) == (D, D)
+    assert again[0].received.tolist() == [6.0] * 4
     a.close()
     b.close()
 
 
-@pytest.mark.parametrize("name", ["in-process", "zeromq"])
+@pytest.mark.parametrize("name", ["in-process", "tcp"])
 def test_close_of_both_ends_waits_for_nobody_and_leaves_no_thread(name):
     before = set(ours())
     ends = make_transports(name, 4)

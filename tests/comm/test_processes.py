@@ -18,7 +18,7 @@ def fork_and_close(rank, store):
     """As a data loader does, whose workers are copies of the process, with its sockets."""
     a, b = (
         Channel(transport, run=bytes(16), plan=[Part(torch.float32, 4)])
-        for transport in make_transports("zeromq", 2)
+        for transport in make_transports("tcp", 2)
     )
 
     def pair(round):
@@ -43,7 +43,7 @@ def fork_and_close(rank, store):
 
 def fork_beside_links(rank, store):
     """Fork with a pipe whose other end the child closes, and then this process."""
-    transports = make_transports("zeromq", 2)
+    transports = make_transports("tcp", 2)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(writer)

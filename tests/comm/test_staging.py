@@ -92,7 +92,7 @@ def test_the_pool_is_bounded_and_does_not_wait_for_its_owners():
 
 
 @devices
-@pytest.mark.parametrize("kind", ["zeromq"])
+@pytest.mark.parametrize("kind", ["tcp"])
 def test_snapshots_travel_between_ranks(channels, device):
     ends = channels(sizes=(1 << 16,), credits=1)
     plan = plan_of(torch.zeros(1 << 16))

@@ -67,7 +67,7 @@ def flat(parts):
     return list(chain.from_iterable(parts))
 
 
-@pytest.mark.parametrize("kind", ["in-process", "zeromq"])
+@pytest.mark.parametrize("kind", ["in-process", "tcp"])
 @pytest.mark.parametrize("p", [2, 5])
 def test_ranks_that_leave_after_unequal_steps_take_no_row_along(p, kind):
     def train(walker):

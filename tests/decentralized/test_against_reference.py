@@ -69,7 +69,7 @@ def test_every_schedule(world_size, topology):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (3, {"transport": "zeromq", "payload": "weights+state"}),
+        (3, {"transport": "tcp", "payload": "weights+state"}),
         (4, {"mode": "overlap", "wire_dtype": torch.bfloat16}),
         (4, {"mode": "sync", "wire_dtype": torch.bfloat16}),
         (4, {"mode": "overlap", "dtype": torch.bfloat16, "gradients": set_gradients}),

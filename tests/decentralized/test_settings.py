@@ -31,7 +31,6 @@ MASK = {"compress": "shared-mask:0.1"}
         *({"bucket_bytes": size} for size in (0, "x")),
         *({"topology": topology} for topology in ("star", dissemination(3), 3)),
         *({"transport": transport} for transport in ("carrier pigeon", "gloo")),
-        {"transport": print, "encrypt": True},
         {"mesh": 3},
         {"heartbeats": 3},
         # of mode stale: only symmetric pairs, and nothing that waits

@@ -87,7 +87,7 @@ def both(world_size, topology="dissemination", transport="in-process", **setting
         (5, {"topology": "matching", "optimizer": adam}),
         (5, {"topology": "ring", "optimizer": adam}),
         (4, {"wire_dtype": torch.bfloat16, "every": 2}),
-        (3, {"transport": "zeromq"}),
+        (3, {"transport": "tcp"}),
         (4, {"mode": "overlap", "dtype": torch.bfloat16, "gradients": set_gradients}),
         (4, {"mode": "sync", "dtype": torch.bfloat16, "gradients": set_gradients}),
     ],

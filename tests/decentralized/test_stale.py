@@ -137,7 +137,7 @@ def test_a_rank_that_stalls_holds_nobody_up():
             over.wait(HANG_SECONDS)
         return at, me.steps, me.session.stats(), me.mean()
 
-    found = run_sessions(4, use, mode="stale", transport="zeromq")
+    found = run_sessions(4, use, mode="stale", transport="tcp")
     assert all(torch.equal(seen, found[0][-1]) for *_, seen in found)
     at, steps, stats, _ = found[2]
     assert at < 25
@@ -179,7 +179,7 @@ def test_collectives_count_what_is_in_flight():
     results = run_sessions(
         3,
         use,
-        transport="zeromq",
+        transport="tcp",
         mode=gg.Stale(max_staleness=3),
         payload=gg.WeightsAndState(every=2),
         wire_dtype=torch.bfloat16,

@@ -19,7 +19,7 @@ from support.waiting import NEVER_SECONDS, until
     [
         ("in-process", {}),
         ("in-process", {"mode": "sync"}),
-        ("zeromq", {"average_every": 2}),
+        ("tcp", {"average_every": 2}),
     ],
 )
 def test_unequal_step_counts_end_without_a_hang(transport, settings):
@@ -50,7 +50,7 @@ def test_break_and_exception_end_without_a_hang():
         with contextlib.suppress(ZeroDivisionError), me.session:
             use(me)
 
-    run_sessions(4, leave, transport="zeromq", heartbeats=None, leaves_together=False)
+    run_sessions(4, leave, transport="tcp", heartbeats=None, leaves_together=False)
     assert [done[rank].steps for rank in range(4)] == [12, 4, 6, 12]
     outcomes = done[0].outcomes
     assert outcomes["dead_peer"] + outcomes["void"] > 0

@@ -51,7 +51,7 @@ def test_a_body_that_is_unfrozen_has_room_on_the_links(payload):
         bodies = session.group.all_gather_object(model[1].body[:, :2].tolist())
         assert bodies[0] == bodies[1]
 
-    on_two_ranks(change, "zeromq", payload=payload)
+    on_two_ranks(change, "tcp", payload=payload)
 
 
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])
@@ -68,4 +68,4 @@ def test_a_plan_that_links_do_not_foresee_is_refused_before_anything_changes(pay
         assert session.stats().outcomes["delivered"] >= before + 2
         session.average_()
 
-    on_two_ranks(change, "zeromq", payload=payload)
+    on_two_ranks(change, "tcp", payload=payload)

@@ -44,8 +44,8 @@ def sending(monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mode": "overlap", "encrypt": False},
-        {"mode": "sync", "encrypt": True},
+        {"mode": "overlap"},
+        {"mode": "sync"},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "local_steps": 2},

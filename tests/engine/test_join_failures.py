@@ -219,7 +219,7 @@ def test_another_secret_is_refused_and_no_replica_is_copied(monkeypatch, tmp_pat
         ({"heartbeats": None}, "heartbeats=None"),
         ({"topology": gg.topology.from_graph(networkx.complete_graph(2))}, "topology by its name"),
         ({"payload": "gradients+weights"}, "gradients"),
-        ({"transport": "hub"}, "transport='zeromq'"),
+        ({"transport": "hub"}, "transport='tcp'"),
         ({"store": "HashStore"}, "TCPStore"),
     ],
 )

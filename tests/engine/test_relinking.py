@@ -1,7 +1,8 @@
 """A link that breaks while both its ends train: they meet again."""
 
 import gossipgrad as gg
-from gossipgrad.comm import ZeroMQTransport, _zeromq_link
+from gossipgrad.comm import TCPTransport
+from support.links import cut
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 from support.waiting import NEVER_SECONDS, until
@@ -21,7 +22,7 @@ def test_two_ranks_whose_link_broke_meet_again_in_the_next_generation():
             optimizer,
             process_group=group,
             topology="matching",
-            transport=ZeroMQTransport,
+            transport=TCPTransport,
             heartbeats=quick,
         ) as session:
 
@@ -41,10 +42,7 @@ def test_two_ranks_whose_link_broke_meet_again_in_the_next_generation():
             channel = session._rounds.channel
             step_until(lambda: delivered() >= 3)
             if rank == 0:
-                link = channel.transport._links[1]
-                # Else it is not yet seen to go down.
-                until(lambda: channel.poll() or link.was_up, 60.0)
-                link.note(_zeromq_link.DOWN)
+                cut(channel.transport, 1)
                 step_until(lambda: channel.gone == {1: "was lost"})
             step_until(lambda: session.membership.generation == 1 and channel.gone == {})
             before = delivered()

@@ -27,7 +27,7 @@ def test_a_session_that_is_closed_says_so():
         session.average_()
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("overlap", "zeromq"), ("sync", "in-process")])
+@pytest.mark.parametrize(("mode", "transport"), [("overlap", "tcp"), ("sync", "in-process")])
 def test_evaluating_does_not_change_training(mode, transport):
     def use(me):
         for step in range(9):

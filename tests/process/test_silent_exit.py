@@ -29,7 +29,7 @@ main()
 
 TRANSPORT = """
 import weakref, torch
-from gossipgrad.comm import ZeroMQTransport
+from gossipgrad.comm import TCPTransport
 
 def farewell():  # as a session's, which is run at exit
     a.send(1, b"last", torch.zeros(1 << 18, dtype=torch.uint8))
@@ -37,8 +37,8 @@ def farewell():  # as a session's, which is run at exit
         pass
     print("came", events[0].header)
 
-b = ZeroMQTransport.joining(1, 2, introductions={})
-a = ZeroMQTransport.joining(0, 2, introductions={1: b.introduction})
+b = TCPTransport.joining(1, 2, introductions={}, secret="00")
+a = TCPTransport.joining(0, 2, introductions={1: b.introduction}, secret="00")
 weakref.finalize(b, farewell)
 a.send(1, b"first", torch.zeros(1 << 18, dtype=torch.uint8))
 while not b.receive(0.1):
@@ -65,17 +65,11 @@ def ended(script, world_size=1, **more):
     return told
 
 
-@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_session_that_nobody_closed_leaves_without_a_word(encrypted, secret, monkeypatch):
+def test_a_session_that_nobody_closed_leaves_without_a_word():
     """Nor does the rank that goes on: it was told that the other left, and was not lost."""
-    if not encrypted:
-        monkeypatch.delenv("GOSSIPGRAD_SECRET_FILE")
     assert ended(SESSION, 2) == [("", "")] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_a_last_message_that_is_not_copied_still_goes_out_at_exit(encrypted, secret, monkeypatch):
-    if not encrypted:
-        monkeypatch.delenv("GOSSIPGRAD_SECRET_FILE")
+def test_a_last_message_that_is_not_copied_still_goes_out_at_exit():
     assert ended(TRANSPORT) == [("came b'last'\n", "")]

@@ -1,4 +1,4 @@
-"""Runs that others join: ranks in threads, over ZeroMQ, with a store that can be reached."""
+"""Runs that others join: ranks in threads, over TCP, with a store that can be reached."""
 
 import contextlib
 import threading

@@ -1,25 +1,32 @@
 """Transports of all kinds between ranks of one process."""
 
+import socket
 import threading
 from collections.abc import Set
 
 import pytest
 
-from gossipgrad.comm import Hub, Transport, ZeroMQTransport
+from gossipgrad.comm import Hub, TCPTransport, Transport
 from support.ranks import run_ranks, where
 from support.waiting import HANG_SECONDS, until
 
-__all__ = ["RUN", "make_transports", "ours", "until_none_but"]
+__all__ = ["RUN", "cut", "make_transports", "ours", "until_none_but"]
 
 RUN = bytes(range(16))
 
 
 def make_transports(kind: str, world_size: int) -> list[Transport]:
-    """One transport a rank; `kind` is "in-process" or "zeromq"."""
+    """One transport a rank; `kind` is "in-process" or "tcp"."""
     if kind == "in-process":
         hub = Hub(world_size)
         return [hub.transport(rank) for rank in range(world_size)]
-    return run_ranks(world_size, lambda rank, group: ZeroMQTransport(group))
+    return run_ranks(world_size, lambda rank, group: TCPTransport(group))
+
+
+def cut(transport: TCPTransport, peer: int) -> None:
+    """Ends the connection to a rank, as a network does; both ends see it."""
+    until(lambda: peer in transport._links.links and transport._links.links[peer].is_up)
+    transport._links.links[peer].connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def ours() -> list[threading.Thread]:

@@ -46,12 +46,12 @@ def test_options_are_whole_whenever_their_writer_is_killed(run_dir, monkeypatch)
     assert config_of_run(run_dir.path).epochs == 50
 
 
-def test_a_run_goes_on_without_its_faults_and_encrypted(run_dir):
+def test_a_run_goes_on_without_its_faults(run_dir):
     """A script that kills a rank would kill it there again."""
     write(run_dir, options={"gossip": GossipConfig(faults="kill rank=1 round=7")})
     saved = config_of_run(run_dir.path)
     assert saved.options["gossip"].faults is not None
-    reopen(dataclasses.replace(saved, options={"gossip": GossipConfig()}, encrypt=True))
+    reopen(dataclasses.replace(saved, options={"gossip": GossipConfig()}))
 
 
 @pytest.mark.parametrize("noted", [{"torch": "1.0"}, {"torch": torch.__version__}, {}])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from gossipgrad.comm import Group, ZeroMQTransport, check_secret
+from gossipgrad.comm import Group, TCPTransport, check_secret
 from gossipgrad.launch import Exit, Rendezvous, Worker, launch
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import SIZES_BYTES, Probe, check_sizes, probe
@@ -59,9 +59,6 @@ class ProbeOptions:
     """Write the costs, and the figures behind them, to this JSON file."""
     host_names: bool = False
     """Write the names of the hosts, too."""
-    encrypt: bool = False
-    """Encrypt what exchanges send, to see what that costs, with the secret in the file that
-    GOSSIPGRAD_SECRET_FILE names; all-reduce cannot."""
 
 
 def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
@@ -85,7 +82,7 @@ def check(options: ProbeOptions) -> None:
             raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0 that ends")
     check_folder("--out", options.out)
     check_sizes(sizes_of(options))
-    check_secret(options.encrypt or None)
+    check_secret()
 
 
 def main(arguments: list[str]) -> int:
@@ -122,9 +119,8 @@ def _take_part(options: ProbeOptions, world: World) -> int:
         budget_seconds=options.seconds,
         timeout_seconds=options.timeout,
         transport=partial(
-            ZeroMQTransport,
+            TCPTransport,
             max_payload_bytes=max(sizes_of(options)),
-            encrypt=options.encrypt or None,
         ),
     )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None

@@ -61,6 +61,8 @@ from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import stage as stage
+from gossipgrad.comm._tcp import TCPTransport as TCPTransport
+from gossipgrad.comm._tcp import resolve_transport as resolve_transport
 from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Received as Received
@@ -72,5 +74,3 @@ from gossipgrad.comm._wire import Header as Header
 from gossipgrad.comm._wire import Kind as Kind
 from gossipgrad.comm._wire import Part as Part
 from gossipgrad.comm._wire import WireError as WireError
-from gossipgrad.comm._zeromq import ZeroMQTransport as ZeroMQTransport
-from gossipgrad.comm._zeromq import resolve_transport as resolve_transport

@@ -1,21 +1,19 @@
-"""Who may connect to a rank: anyone that reaches it, or only holders of the run's secret."""
+"""Who may speak on a run's links: holders of its secret."""
 
 import errno
 import hashlib
+import hmac
 import os
+import secrets
 import stat
 from collections import Counter
 from pathlib import Path
-
-import zmq
-from zmq.auth import Authenticator
-from zmq.utils import z85
 
 from gossipgrad._messages import warn
 from gossipgrad.comm._group import Group
 from gossipgrad.errors import AgreementError, GossipError
 
-__all__ = ["SECRET_FILE", "Access", "check_encrypt", "check_same", "check_secret", "meet_access"]
+__all__ = ["SECRET_FILE", "Access", "check_same", "check_secret", "meet_access"]
 
 SECRET_FILE = "GOSSIPGRAD_SECRET_FILE"
 _LEAST_BYTES, _MOST_BYTES = 32, 4096
@@ -26,116 +24,87 @@ _WAY_OUT = (
 
 
 class Access:
-    """Plain links, or links encrypted by CURVE between holders of a secret.
-
-    All ranks have the same key pair, derived from the secret. A rank accepts connections only from
-    holders of the secret, and connects only to them; nobody else can read or change a message.
+    """A secret that both ends of a link prove to know, without sending it.
 
     Args:
-        secret: Random bytes that all ranks of a run know and nobody else; None: links are plain.
+        secret: Random bytes that all ranks of a run know.
+        is_from_file: Whether they come from a file on every rank; otherwise they are published in
+            the run's store.
 
     Attributes:
-        fingerprint: Equal for equal secrets, and reveals nothing about them; None: links are plain.
+        fingerprint: Equal for equal files, and reveals nothing about them; None without a file.
+        published: The secret as text for the run's store; None with a file.
     """
 
-    def __init__(self, secret: bytes | None) -> None:
-        self._keys: tuple[bytes, bytes] | None = None  # public, private
-        self.fingerprint: str | None = None
-        if secret is not None:
-            key = hashlib.blake2b(secret, person=b"gossipgrad run").digest()
-            private = z85.encode(_derive(key, b"curve"))
-            self._keys = zmq.curve_public(private), private
-            self.fingerprint = _derive(key, b"fingerprint").hex()
+    def __init__(self, secret: bytes, *, is_from_file: bool) -> None:
+        key = hashlib.blake2b(secret, person=b"gossipgrad run").digest()
+        self._key = _derive(key, b"hello")
+        self.fingerprint = _derive(key, b"fingerprint").hex() if is_from_file else None
+        self.published = None if is_from_file else secret.hex()
 
     @classmethod
-    def resolve(cls, encrypt: bool | None) -> "Access":
-        """Create the access from the file that `GOSSIPGRAD_SECRET_FILE` names.
-
-        Args:
-            encrypt: Whether to encrypt; None: if a file is named.
+    def resolve(cls, published: str | None) -> "Access":
+        """Return the access by the file that `GOSSIPGRAD_SECRET_FILE` names, or a published secret.
 
         Raises:
-            ValueError: The file is missing or invalid, or ZeroMQ cannot encrypt here.
+            ValueError: The file is missing or invalid, or there is neither.
         """
-        where = os.environ.get(SECRET_FILE)
-        if encrypt is False or (encrypt is None and not where):
-            return cls(None)
-        check_encrypt(True)
-        if not where:
-            raise ValueError(f"encrypt=True needs a file with a secret: {_WAY_OUT}")
-        return cls(_secret_in(where))
+        if where := os.environ.get(SECRET_FILE):
+            return cls(_secret_in(where), is_from_file=True)
+        if published is None:
+            raise ValueError(
+                f"the run's links need the secret in a file, and {SECRET_FILE} names none here: "
+                "copy the file from another rank of the run, and name it"
+            )
+        return cls(bytes.fromhex(published), is_from_file=False)
 
-    def let_in(self, socket: "zmq.Socket[bytes]") -> Authenticator | None:
-        """Make a listening socket refuse clients without the secret.
-
-        Returns:
-            The authenticator, which has its own thread; stop it before the socket's context ends.
-            None if links are plain.
-        """
-        if self._keys is None:
-            return None
-        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
-
-        authenticator = ThreadAuthenticator(socket.context)
-        authenticator.configure_curve_callback(credentials_provider=self)
-        authenticator.start()
-        authenticator.thread.name = "gossipgrad-access"
-        socket.curve_server = True
-        socket.curve_secretkey = self._keys[1]
-        return authenticator
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with that public key may connect; called by the authenticator."""
-        return self._keys is not None and key == self._keys[0]
-
-    def identify(self, socket: "zmq.Socket[bytes]") -> None:
-        """Give a connecting socket the run's keys."""
-        if self._keys is not None:
-            socket.curve_publickey, socket.curve_secretkey = self._keys
-            socket.curve_serverkey = self._keys[0]
+    def proof(self, *facts: bytes) -> bytes:
+        """Return 32 bytes that only a holder of the secret can compute from these facts."""
+        return hmac.digest(self._key, b"".join(facts), "sha256")
 
 
-def meet_access(group: Group, encrypt: bool | None) -> Access:
+def meet_access(group: Group) -> Access:
     """Return this rank's access after checking that all ranks have the same; a collective.
 
+    Without a file on any rank, the lowest rank draws a secret.
+
     Raises:
-        ValueError: This rank's secret is missing or invalid.
-        AgreementError: Ranks have different secrets, or only some encrypt.
-        GossipError: Another rank's secret is missing or invalid.
+        ValueError: This rank's file is missing or invalid.
+        AgreementError: Ranks have different files, or only some have one.
+        GossipError: Another rank's file is missing or invalid.
     """
-    access, mistake = Access(None), None
+    drawn, mistake = secrets.token_hex(_LEAST_BYTES), None
+    access = Access(bytes.fromhex(drawn), is_from_file=False)
     try:
-        access = Access.resolve(encrypt)
+        access = Access.resolve(drawn)
     except ValueError as error:
         mistake = error
-    answers = group.all_gather_object([access.fingerprint, mistake and str(mistake)])
+    answers = group.all_gather_object([access.fingerprint, mistake and str(mistake), drawn])
     if mistake is not None:
         raise mistake
-    for rank, (_, why) in zip(group.members, answers, strict=True):
+    for rank, (_, why, _) in zip(group.members, answers, strict=True):
         if why is not None:
-            raise GossipError(f"rank {rank} cannot encrypt: {why}")
-    fingerprints = [fingerprint for fingerprint, _ in answers]
+            raise GossipError(f"rank {rank} has no secret: {why}")
+    fingerprints = [fingerprint for fingerprint, *_ in answers]
     usual = Counter(fingerprints).most_common(1)[0][0]
     for rank, fingerprint in zip(group.members, fingerprints, strict=True):
         check_same(rank, fingerprint, usual)
-    return access
+    return access if access.fingerprint else Access.resolve(answers[0][2])
 
 
 def check_same(rank: int, fingerprint: str | None, others: str | None) -> None:
-    """Compare the fingerprint of a rank with that of the others.
+    """Compare the fingerprint of a rank's file with that of the others.
 
     Raises:
-        AgreementError: The secrets differ, or only one of the two encrypts.
+        AgreementError: The files differ, or only one of the two has one.
     """
     if fingerprint == others:
         return
     if None in (fingerprint, others):
-        one, rest = "does not encrypt", "do"
-        if fingerprint is not None:
-            one, rest = "encrypts", "do not"
+        one, rest = ("names no", "do") if fingerprint is None else ("names a", "do not")
         raise AgreementError(
-            f"rank {rank} {one} its links, and others {rest}: name the same secret on every "
-            f"rank ({SECRET_FILE}), or none"
+            f"rank {rank} {one} file with a secret, and others {rest}: name the same secret on "
+            f"every rank ({SECRET_FILE}), or none"
         )
     raise AgreementError(
         f"rank {rank} has another secret than the others: make {SECRET_FILE} name a file with "
@@ -143,32 +112,13 @@ def check_same(rank: int, fingerprint: str | None, others: str | None) -> None:
     )
 
 
-def check_secret(encrypt: bool | None) -> None:
-    """Raise the error that would keep this rank from encrypting, before it meets others; local.
-
-    Args:
-        encrypt: Whether to encrypt; None: if a file with a secret is named.
+def check_secret() -> None:
+    """Check the file with the secret, if one is named, before this rank meets others; local.
 
     Raises:
-        ValueError: The file is missing or invalid, or ZeroMQ cannot encrypt here.
+        ValueError: The file is missing or invalid.
     """
-    Access.resolve(encrypt)
-
-
-def check_encrypt(encrypt: object) -> None:
-    """Check a value of `encrypt`.
-
-    Raises:
-        ValueError: It is not True, False or None, or ZeroMQ cannot encrypt here.
-    """
-    if encrypt is not None and not isinstance(encrypt, bool):
-        raise ValueError(f"encrypt must be True, False or None, got {encrypt!r}")
-    if encrypt and not zmq.has("curve"):
-        raise ValueError(
-            f"encryption needs CURVE, and the ZeroMQ {zmq.zmq_version()} that pyzmq uses here "
-            "was built without it: install pyzmq from its wheel, `pip install --force-reinstall "
-            "--only-binary pyzmq pyzmq`, or use a network that encrypts, such as WireGuard"
-        )
+    Access.resolve("")
 
 
 def _derive(key: bytes, purpose: bytes) -> bytes:

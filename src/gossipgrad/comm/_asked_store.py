@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import zmq.utils.garbage  # noqa: F401  # registers with `atexit`, too: before `_end_all`
 
 __all__ = ["AskedStore", "Deadline", "StoreSilentError", "StoreThread", "finalize_early"]
 
@@ -147,10 +146,10 @@ class AskedStore:
 def finalize_early(
     owner: object, end: Callable[..., object], *arguments: object
 ) -> weakref.finalize:
-    """Like `weakref.finalize`, but at exit it runs before the libraries in use shut down.
+    """Like `weakref.finalize`, but at exit it runs before `_end_all`.
 
-    `atexit` calls in reverse order of registration. `weakref` registered before ZeroMQ did, and a
-    session still sends its last message over ZeroMQ.
+    `atexit` calls in reverse order of registration. `weakref` registered before this module did,
+    and a session that leaves still queries the store.
     """
     finalizer = weakref.finalize(owner, end, *arguments)
     finalizer.atexit = False  # pyrefly: ignore[missing-attribute]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gossipgrad.comm._group import Group
 
 __all__ = [
-    *("BIND", "GLOO", "check_bound", "gloo_interface", "here", "interface_of", "interface_towards"),
-    *("is_address", "joining_address", "own_address"),
+    *("BIND", "GLOO", "address_of_interface", "check_bound", "gloo_interface", "here"),
+    *("interface_of", "interface_towards", "is_address", "joining_address", "own_address"),
 ]
 
 BIND = "GOSSIPGRAD_BIND"
@@ -27,7 +27,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _WAY_OUT = (
     f"name the interface: {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, or "
-    "transport=lambda group: ZeroMQTransport(group, bind='10.0.0.7')"
+    "transport=lambda group: TCPTransport(group, bind='10.0.0.7')"
 )
 
 
@@ -124,12 +124,23 @@ def interface_towards(host: str) -> str | None:
     address = own_address(host)
     if address is None or sys.platform != "linux":
         return None
-    for _, name in socket.if_nameindex():
-        request = struct.pack("256s", name.encode())
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
-            answer = fcntl.ioctl(any_.fileno(), _SIOCGIFADDR, request)
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if address_of_interface(name) == address), None)
+
+
+def address_of_interface(name: str) -> str | None:
+    """Return the address of an interface, IPv4 if it has one; None if there is no such; local."""
+    if sys.platform != "linux" or name not in {known for _, known in socket.if_nameindex()}:
+        return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+        answer = fcntl.ioctl(any_.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+        return socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, interface = line.split()
+            found = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if interface == name:
+                return f"{found}%{name}" if found.is_link_local else str(found)
     return None
 
 

@@ -97,6 +97,11 @@ class Joinable(Transport, Protocol):
         ...
 
     @property
+    def published_secret(self) -> str | None:
+        """The secret that joiners get from the run's store, None if it is in a file."""
+        ...
+
+    @property
     def introductions(self) -> dict[int, list[Any]]:
         """The introductions of all known ranks, including this one."""
         ...

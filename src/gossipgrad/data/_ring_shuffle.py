@@ -115,8 +115,7 @@ class RingShuffle(IterableDataset[Batch]):
         seed: Of the order within the shards.
         drop_last: Leave out a smaller last batch of an epoch.
         credits: Batches that may be on their way to a neighbour.
-        transport: `"zeromq"`, or a function from the shuffle's group to a transport.
-        encrypt: Encrypt the rows on their way, as in `gossip()`.
+        transport: `"tcp"`, or a function from the shuffle's group to a transport.
 
     Raises:
         ValueError: For shards or settings that cannot be.
@@ -148,8 +147,7 @@ class RingShuffle(IterableDataset[Batch]):
         seed: int = 0,
         drop_last: bool = False,
         credits: int = 8,
-        transport: str | TransportFactory = "zeromq",
-        encrypt: bool | None = None,
+        transport: str | TransportFactory = "tcp",
     ) -> None:
         super().__init__()
         self._group = resolve_group(process_group, asks="RingShuffle(...)")
@@ -169,7 +167,7 @@ class RingShuffle(IterableDataset[Batch]):
             self._flow = Flow(sizes, batch_size=batch_size, drop_last=drop_last)
             self._rows = Rows(tensors)
             self._ring: Ring | None = None
-            links = resolve_transport(transport, encrypt=encrypt)
+            links = resolve_transport(transport)
             if self.world_size > 1:
                 largest_bytes = self._flow.most_rows * self._rows.row_bytes
                 self._ring = Ring(

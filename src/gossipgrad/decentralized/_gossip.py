@@ -76,8 +76,7 @@ def gossip(
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int | None = None,
-    transport: str | TransportFactory = "zeromq",
-    encrypt: bool | None = None,
+    transport: str | TransportFactory = "tcp",
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
     start_timeout_seconds: float = 30.0,
@@ -130,10 +129,7 @@ def gossip(
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Seed of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message. None: by the model, so that it has about 12 to 60.
-        transport: `"zeromq"`, or a function from the session's group to a transport.
-        encrypt: Encrypt the links (not collectives, nor the rendezvous), with the secret in the
-            file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs processor time. None:
-            if a file is named.
+        transport: `"tcp"`, or a function from the session's group to a transport.
         recorder: Gets spans of time, for example a `gossipgrad.report.Trace`.
         heartbeats: How ranks detect lost ranks and continue with the living ones; None: all ranks
             stay members, and after a death no average of all is possible.
@@ -185,7 +181,6 @@ def gossip(
             seed=seed,
             bucket_bytes=bucket_bytes,
             transport=transport,
-            encrypt=encrypt,
             heartbeats=heartbeats,
         )
         settings = resolve_settings(
@@ -212,7 +207,7 @@ def gossip(
                 Replica(model, optimizers, door="gossip"),
                 settings,
                 group=group,
-                transport=resolve_transport(transport, encrypt=encrypt),
+                transport=resolve_transport(transport),
                 scaler=scaler,
                 recorder=recorder,
                 heartbeats=heartbeats,
@@ -284,8 +279,7 @@ def check_settings(
     scaler: object = None,
     seed: Any = 0,
     bucket_bytes: object = None,
-    transport: object = "zeromq",
-    encrypt: object = None,
+    transport: object = "tcp",
     heartbeats: object = None,
     process_group: object = None,
     mesh: object = None,
@@ -331,7 +325,7 @@ def check_settings(
             f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
             f"gossipgrad.topology, got {topology!r}"
         )
-    resolve_transport(transport, encrypt=encrypt)
+    resolve_transport(transport)
     check_heartbeats(heartbeats)
 
 

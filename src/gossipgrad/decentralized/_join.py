@@ -50,7 +50,6 @@ def join(
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int | None = None,
-    encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats = _HEARTBEATS,
     timeout_seconds: float = 300.0,
@@ -90,7 +89,6 @@ def join(
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: As in `gossip()`.
         bucket_bytes: As in `gossip()`.
-        encrypt: As in `gossip()`.
         recorder: Gets spans of time.
         heartbeats: As in `gossip()`.
         timeout_seconds: How long to wait until a member starts to send its replica.
@@ -102,7 +100,7 @@ def join(
     Raises:
         ValueError: The address is invalid; the model, the optimizer or the settings differ from the
             run's; a parameter is in another session; or the others cannot reach this host.
-        AgreementError: This rank's secret differs from the run's, or only one of both encrypts.
+        AgreementError: This rank's secret differs from the run's, or only one of both has a file.
         GossipError: The run is over, no member sends its replica in time, or the donor fails.
 
     Example:
@@ -129,13 +127,13 @@ def join(
         "seed": seed,
         "bucket_bytes": bucket_bytes,
     }
-    check_settings(**chosen, scaler=scaler, encrypt=encrypt, heartbeats=heartbeats)
+    check_settings(**chosen, scaler=scaler, heartbeats=heartbeats)
     if heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
     early = Claim("join")  # before anything is loaded; the session makes its own claim
     early.take(trained_parameters(model, optimizers))
     early.release()
-    made = Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds)
+    made = Joiner(address, timeout_seconds=timeout_seconds)
     with closing(made) as joiner:
         if bucket_bytes is None:
             chosen["bucket_bytes"] = joiner.bucket_bytes

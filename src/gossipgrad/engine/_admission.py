@@ -132,7 +132,7 @@ class Admission:
         self._transport: Any = rounds.channel.transport
         root = root_of(group.store)
         if refusal is None and not is_joinable(self._transport):
-            refusal = "its links are not over ZeroMQ: use transport='zeromq'"
+            refusal = "its links are not over TCP: use transport='tcp'"
         if refusal is None and not isinstance(root, dist.TCPStore):
             refusal = (
                 f"its store is a {type(root).__name__}, which cannot be reached from another "
@@ -169,6 +169,7 @@ class Admission:
                 "fingerprint": self._fingerprint(),
                 "shapes": self._replica.shapes() if self._replica.version else {},
                 "introductions": self._transport.introductions,
+                "secret": self._transport.published_secret,
             }
             self._info = json.dumps(info)
 

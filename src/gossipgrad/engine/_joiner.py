@@ -20,7 +20,7 @@ from gossipgrad.comm import (
     Membership,
     Received,
     Record,
-    ZeroMQTransport,
+    TCPTransport,
     joining_address,
 )
 from gossipgrad.engine._arrival import Arrival
@@ -89,7 +89,6 @@ class Joiner:
 
     Args:
         address: The run's address.
-        encrypt: As in `gossip()`.
         timeout_seconds: How long to wait until a member starts to send its replica.
 
     Attributes:
@@ -102,7 +101,7 @@ class Joiner:
         GossipError: The store does not answer, or holds no such run.
     """
 
-    def __init__(self, address: str, *, encrypt: bool | None, timeout_seconds: float) -> None:
+    def __init__(self, address: str, *, timeout_seconds: float) -> None:
         parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None:
             raise ValueError(
@@ -110,7 +109,6 @@ class Joiner:
             )
         host, port, prefix, self._name = parts.groups()
         self._host, self._where = host.strip("[]"), f"{host}:{port}"
-        self._encrypt = encrypt
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
         self.rank = -1
@@ -131,6 +129,7 @@ class Joiner:
         self.world_size: int = info["world_size"]
         self.shapes: dict[str, list[int]] = info["shapes"]
         self._fingerprint: dict[str, str] = info["fingerprint"]
+        self._secret: str | None = info["secret"]
         self._introductions = {int(rank): each for rank, each in info["introductions"].items()}
 
     @property
@@ -166,25 +165,25 @@ class Joiner:
         store.set_timeout(timedelta(minutes=5))
         return store
 
-    def transport(self, membership: Membership, max_payload_bytes: int) -> ZeroMQTransport:
+    def transport(self, membership: Membership, max_payload_bytes: int) -> TCPTransport:
         """Return this rank's links to the members.
 
         Raises:
             ValueError: The members cannot reach this host.
-            AgreementError: They have another secret, or only one side encrypts.
+            AgreementError: They have another secret, or only one side has a file.
         """
         joined = {rank: list(j.introduction) for rank, j in membership.joined.items()}
         known = self._introductions | joined
         introductions = {rank: known[rank] for rank in membership.living if rank in known}
         endpoints = [endpoint for endpoint, *_ in introductions.values()]
         hosts = {e.removeprefix("tcp://").rpartition(":")[0].strip("[]") for e in endpoints}
-        return ZeroMQTransport.joining(
+        return TCPTransport.joining(
             self.rank,
             self.world_size,
             introductions=introductions,
             bind=joining_address(hosts, towards=self._host),
             max_payload_bytes=max_payload_bytes,
-            encrypt=self._encrypt,
+            secret=self._secret,
         )
 
     def fetch(self) -> tuple[Any, Arrival]:
@@ -214,7 +213,7 @@ class Joiner:
         )
         return gift["replica"], arrival
 
-    def _receive(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any]]:
+    def _receive(self, link: TCPTransport) -> tuple[int, dict[str, Any]]:
         """Request a replica; return the member that sent it and its content."""
         wish = secrets.token_hex(8)
         text = json.dumps({"id": wish, "rank": self.rank, "introduction": link.introduction})

@@ -597,8 +597,8 @@ class Session:
         """Return the address for `gg.join`; local except for the store.
 
         A short text: host and port of the rendezvous store, and the prefix of the run's keys. It is
-        the same on every member and valid until the run ends. It is not secret: where links are
-        encrypted, a joiner also needs the secret of the run.
+        the same on every member and valid until the run ends. Where the run's secret is in a file
+        (`GOSSIPGRAD_SECRET_FILE`), a joiner needs that, too.
 
         Raises:
             ValueError: This run cannot be joined; the message says what to change.

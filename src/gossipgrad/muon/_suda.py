@@ -55,8 +55,7 @@ def suda(
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    transport: str | Callable[[Group], Transport] = "zeromq",
-    encrypt: bool | None = None,
+    transport: str | Callable[[Group], Transport] = "tcp",
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
     start_timeout_seconds: float = 30.0,
@@ -102,7 +101,6 @@ def suda(
         seed: Seed of the rotation of partners.
         bucket_bytes: Size of a message.
         transport: See `gossip`.
-        encrypt: See `gossip`.
         recorder: Gets spans of time.
         heartbeats: How ranks detect lost ranks; None: all ranks stay members.
         start_timeout_seconds: How long this call waits for the other ranks.
@@ -141,7 +139,7 @@ def suda(
     check_numbers(every=1, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
     _resolve_mode(mode, resolve_backbone(backbone))
     check_heartbeats(heartbeats)
-    links = resolve_transport(transport, encrypt=encrypt)
+    links = resolve_transport(transport)
     group = resolve_group(
         process_group, mesh, asks="suda()", start_timeout_seconds=start_timeout_seconds
     )

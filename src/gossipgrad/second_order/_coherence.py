@@ -52,8 +52,7 @@ def share_roots(
     nodes: Sequence[Sequence[int]] | None = None,
     patience_seconds: float = 10.0,
     process_group: dist.ProcessGroup | Group | None = None,
-    transport: str | Callable[[Group], Transport] = "zeromq",
-    encrypt: bool | None = None,
+    transport: str | Callable[[Group], Transport] = "tcp",
     start_timeout_seconds: float = 30.0,
 ) -> "RootSharing":
     """Share the roots of a second-order optimizer among ranks; a collective.
@@ -83,7 +82,6 @@ def share_roots(
         process_group: The ranks that take part; by default all. A `gg.Group` closes with the
             sharing.
         transport: As in `gg.gossip()`.
-        encrypt: As in `gg.gossip()`.
         start_timeout_seconds: How long this call waits for the other ranks.
 
     Returns:
@@ -118,7 +116,7 @@ def share_roots(
     if not 0 < patience_seconds < math.inf:
         raise ValueError(f"patience_seconds must be above 0 and finite, got {patience_seconds}")
     check_timeout(start_timeout_seconds)
-    links = resolve_transport(transport, encrypt=encrypt)
+    links = resolve_transport(transport)
     group = resolve_group(
         process_group, asks="share_roots()", start_timeout_seconds=start_timeout_seconds
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gossipgrad._messages import first_line
-from gossipgrad.comm import Channel, Group, Outcome, Part, Transport, ZeroMQTransport
+from gossipgrad.comm import Channel, Group, Outcome, Part, TCPTransport, Transport
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import AffineCost
 from gossipgrad.topology import complete
@@ -91,7 +91,7 @@ def probe(
     sizes_bytes: tuple[int, ...] = SIZES_BYTES,
     budget_seconds: float = 20.0,
     timeout_seconds: float = 30.0,
-    transport: Callable[[Group], Transport] = ZeroMQTransport,
+    transport: Callable[[Group], Transport] = TCPTransport,
     clock: Clock = time.perf_counter,
 ) -> Probe:
     """Measures the cost of exchanges and all-reduces between the workers of a group.

@@ -89,7 +89,6 @@ class RingBatches:
         batch_size: int,
         seed: int,
         group: Group | None = None,
-        encrypt: bool | None = None,
     ) -> None:
         index = torch.from_numpy(shard)
         self._samples = samples
@@ -101,7 +100,6 @@ class RingBatches:
             batch_size=batch_size,
             seed=seed,
             process_group=group,
-            encrypt=encrypt,
         )
 
     def __len__(self) -> int:
@@ -209,7 +207,6 @@ def make_batches(
         batch_size=config.step_samples,
         seed=config.seed,
         group=None if groups is None else groups("ring"),
-        encrypt=config.encrypt or None,
     )
 
 

@@ -17,7 +17,6 @@ from ._loggers import check_loggers
 from ._models import build_model
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
-from .strategies import STRATEGIES
 
 # What the user's own loader decides.
 _OF_A_LOADER = dict.fromkeys(("batch_size", "data_threads"), "Job.train_loader makes the batches")
@@ -30,7 +29,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
-    _check_encryption(config)
+    check_secret()
     check_device(config)
     resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
@@ -90,17 +89,6 @@ def check(config: TrainConfig, world_size: int) -> None:
         raise ValueError(f"{name} has no labels to deal by; use --shards random.")
     if config.job is None:
         data.prepare(config.data, config.data_dir)
-
-
-def _check_encryption(config: TrainConfig) -> None:
-    check_secret(config.encrypt or None)
-    if config.encrypt and not config.traits.can_encrypt:
-        others = (one.name for one in STRATEGIES.values() if one.can_encrypt and one.communicates)
-        raise ValueError(
-            f"encrypt is on, and strategy {config.strategy} talks through torch's collectives, "
-            f"which cannot encrypt: use --strategy {' or '.join(others)}, or leave --encrypt out "
-            "and use a network that encrypts, such as WireGuard."
-        )
 
 
 def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:

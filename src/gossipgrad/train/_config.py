@@ -129,9 +129,6 @@ class TrainConfig:
     lost_after_seconds: float = 10.0
     """How long a rank may show no sign of life before the others go on without it for good, or,
     where they cannot, end."""
-    encrypt: bool = False
-    """Encrypt exchanges of gossip and the rows of shuffle ring, with the secret in the file that
-    GOSSIPGRAD_SECRET_FILE names, on every rank; on if that is set. Collectives are not."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of strategies and optimizers, by section: {"gossip": GossipConfig(every=2)}, or their
     values by name, {"gossip": {"every": 2}}. What is not given has its default."""
@@ -290,11 +287,6 @@ class TrainConfig:
         return Setting(world_size=world_size, total_steps=total_steps, **options)
 
     @property
-    def needs_links(self) -> bool:
-        """Whether the ranks have to find each other."""
-        return self.traits.communicates or self.shuffle == "ring"
-
-    @property
     def needs_every_rank(self) -> bool:
         """Whether the run is over when a rank dies."""
         return self.traits.needs_every_rank
@@ -342,8 +334,6 @@ class TrainConfig:
             unused += [(section, name, reason) for name, reason in why.items()]
         if not self.traits.communicates:
             unused.append(("", "lr_rule", strategy))
-        if not self.needs_links:
-            unused.append(("", "encrypt", f"{strategy}, and shuffle is {self.shuffle}"))
         if self.job is not None:
             names = ("data", "model", "data_dir")
             unused += [("", name, f"job is {self.job}") for name in names]

@@ -197,7 +197,7 @@ def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
         )
     if invitation.address is None:
         raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
-    check_secret(None)
+    check_secret()
     check_device(config)
     if config.job is None:
         data.prepare(config.data, config.data_dir)

@@ -68,7 +68,7 @@ _MAY_CHANGE = frozenset(
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
         *("max_steps", "evaluate_every", "keep_best"),
         *("log_every", "trace", "tensorboard", "wandb", "quiet"),
-        *("lost_after_seconds", "encrypt", "device", "threads"),
+        *("lost_after_seconds", "device", "threads"),
     }
 )
 

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-_PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "safetensors")
+_PACKAGES = ("gossipgrad", "torch", "numpy", "safetensors")
 # Those by which the bits of a step may change.
 _OF_FIGURES = ("gossipgrad", "torch", "numpy")
 

@@ -8,7 +8,7 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad import topology
-from gossipgrad.comm import Faults, FaultyTransport, Group, Transport, ZeroMQTransport
+from gossipgrad.comm import Faults, FaultyTransport, Group, TCPTransport, Transport
 from gossipgrad.decentralized import check_settings, resolve_compress
 from gossipgrad.train._options import check_at_least, check_fields, check_rule, make_plain
 
@@ -101,7 +101,6 @@ class GossipStrategy(Strategy):
     )
     needs_every_rank = False
     can_grow = True
-    can_encrypt = True
 
     def check(self, options: GossipConfig, setting: Setting) -> None:
         """Refuse what no session could have, or waits where mode stale has none."""
@@ -115,7 +114,6 @@ class GossipStrategy(Strategy):
             local_steps=options.local_steps,
             compress=options.compress,
             seed=setting.seed,
-            encrypt=setting.encrypt or None,
         )
         if options.topology is not None:
             topology.by_name(options.topology, setting.world_size, seed=setting.seed)
@@ -158,7 +156,6 @@ class GossipStrategy(Strategy):
             "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
             "compress": options.compress,
             "seed": setting.seed,
-            "encrypt": setting.encrypt or None,
             "heartbeats": setting.heartbeats,
         }
 
@@ -166,12 +163,12 @@ class GossipStrategy(Strategy):
         """Begin a session, or go on with that of a rank that joined."""
         settings = self.session_settings(options, setting)
         if options.faults is not None:
-            faults, encrypt = Faults.parse(options.faults), settings["encrypt"]
+            faults = Faults.parse(options.faults)
 
             def links(group: Group) -> Transport:
-                return FaultyTransport(ZeroMQTransport(group, encrypt=encrypt), faults)
+                return FaultyTransport(TCPTransport(group), faults)
 
-            settings |= {"transport": links, "encrypt": None}
+            settings |= {"transport": links}
         session = replica.session or gg.gossip(
             replica.model,
             replica.optimizers,

@@ -44,7 +44,6 @@ class LocalStrategy(Strategy):
     bytes_are = "counted"
     communicates = False
     needs_every_rank = False
-    can_encrypt = True
 
     def build(self, replica: Replica, setting: Setting, options: None) -> Local:
         """Train alone."""

@@ -71,7 +71,6 @@ class Setting:
     optimizer: str
     momentum: float
     seed: int
-    encrypt: bool
     checkpoint_every: int | None
     shuffle: str
     lost_after_seconds: float
@@ -129,7 +128,6 @@ class Strategy(ABC):
         communicates: Whether ranks ever come together. If not, each has a model of its own.
         needs_every_rank: Whether the run is over when a rank dies.
         can_grow: Whether ranks can join a run. Its `RunningStrategy` then has a session.
-        can_encrypt: Whether all that it sends goes over links that can be encrypted.
         can_shrink: Whether the replicas of its `RunningStrategy` can shrink together.
     """
 
@@ -142,7 +140,6 @@ class Strategy(ABC):
     communicates = True
     needs_every_rank = True
     can_grow = False
-    can_encrypt = False
     can_shrink = True
 
     def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)

@@ -78,7 +78,6 @@ class SudaStrategy(Strategy):
     can_shrink = False
     may_change_on_resume = frozenset({"deadline_seconds"})
     needs_every_rank = False
-    can_encrypt = True
 
     def check(self, options: SudaConfig, setting: Setting) -> None:
         """Refuse other optimizers, and backbones that diverge on the topology."""
@@ -118,7 +117,6 @@ class SudaStrategy(Strategy):
             replica.model,
             replica.optimizers[0],
             **_settings(options, setting),
-            encrypt=setting.encrypt or None,
             process_group=None if replica.groups is None else replica.groups(GROUP),
             recorder=replica.spans,
             heartbeats=setting.heartbeats,

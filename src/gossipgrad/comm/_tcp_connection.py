@@ -1,0 +1,278 @@
+"""One TCP connection between two ranks: both prove that they know the secret, then messages flow.
+
+    the rank that connects                       the rank that listens
+      HELLO, its rank, the other's, a challenge ──>
+      <── a challenge, proof of the secret
+      proof of the secret ──>
+      <── welcome, or not now
+      messages <──────────────────────────────────> messages
+
+A message is its sizes, its header and its payload. A payload is received straight into the memory
+that its receiver gets, and sent from the memory that its sender gave: Python copies no byte of it.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossipgrad.comm._access import Access
+from gossipgrad.comm._transport import Received, Sent, Ticket
+
+__all__ = ["MOST_HEADER_BYTES", "Connection", "NotNowError", "Outgoing", "StrangerError", "view_of"]
+
+MOST_HEADER_BYTES = 1 << 14
+_HELLO = struct.Struct("!12sBII16s")  # magic, version, sender, receiver, challenge
+_MAGIC, _VERSION = b"gossip hello", 1
+_CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
+_SIZES = struct.Struct("!IQ")  # bytes of the header and of the payload
+_WELCOME, _NOT_NOW = b"\1", b"\0"
+_READS = 16  # in a row from one connection, before others get their turn
+_COPY_BELOW_BYTES = 1 << 12  # below this a copy is cheaper than a ticket
+_VIEWS = 64  # buffers that one call of the system may send
+_KEEPALIVE_SECONDS = (10, 5)  # the idle time before a connection is probed, and the interval
+_KEEPALIVE_TRIES = 4
+_UNANSWERED_MILLISECONDS = 30_000  # a host that confirms nothing for so long is dead
+
+
+class StrangerError(ConnectionError):
+    """The other end is no rank of this run."""
+
+
+class NotNowError(ConnectionError):
+    """The other end is a rank of this run that does not take this connection now."""
+
+
+class _Leaving:
+    """A ticket of a message that waits in a queue."""
+
+    def __init__(self) -> None:
+        self._sent = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._sent.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self._sent.wait(timeout_seconds)
+
+    def finish(self) -> None:
+        self._sent.set()
+
+
+class Outgoing:
+    """The messages to one rank that have not left; the caller holds a lock."""
+
+    def __init__(self) -> None:
+        self._views: deque[tuple[memoryview, _Leaving | None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._views)
+
+    def put(self, header: bytes, body: memoryview | None) -> Ticket:
+        """Queue a message; only a large body is not copied."""
+        size_bytes = 0 if body is None else body.nbytes
+        head = _SIZES.pack(len(header), size_bytes) + header
+        if body is None or size_bytes < _COPY_BELOW_BYTES:
+            self._views.append((memoryview(head + (b"" if body is None else bytes(body))), None))
+            return Sent()
+        ticket = _Leaving()
+        self._views.append((memoryview(head), None))
+        self._views.append((body, ticket))
+        return ticket
+
+    def put_probe(self) -> None:
+        """Queue an empty message, which the receiver drops."""
+        self._views.append((memoryview(_SIZES.pack(0, 0)), None))
+
+    def first(self) -> list[memoryview]:
+        """Return the next bytes to send."""
+        return [view for view, _ in list(self._views)[:_VIEWS]]
+
+    def remove(self, sent_bytes: int) -> None:
+        """Remove what was sent."""
+        while self._views:
+            view, ticket = self._views[0]
+            if sent_bytes < view.nbytes:
+                self._views[0] = view[sent_bytes:], ticket
+                return
+            sent_bytes -= view.nbytes
+            self._views.popleft()
+            if ticket is not None:
+                ticket.finish()
+
+    def drop(self) -> None:
+        """Drop everything: nobody would receive it."""
+        for _, ticket in self._views:
+            if ticket is not None:
+                ticket.finish()
+        self._views.clear()
+
+
+class Connection:
+    """A non-blocking socket, and what it is in the middle of.
+
+    Args:
+        sock: Connected, or connecting to `peer`.
+        rank: This rank.
+        peer: The rank to connect to; None for an accepted connection.
+        access: Proves the secret.
+        most_bytes: A message with a larger payload ends the connection.
+        admit: Called when an accepted connection has proven its rank; returns whether it is taken.
+
+    Attributes:
+        peer: The rank at the other end; of an accepted connection only when it has proven it.
+        is_dialled: Whether this end connects.
+        is_up: Whether messages may be sent.
+        writes: Whether its loop waits until the socket takes more bytes.
+        arrived: Whole messages, for the caller to remove.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        rank: int,
+        peer: int | None,
+        access: Access,
+        most_bytes: int,
+        admit: Callable[["Connection"], bool],
+    ) -> None:
+        self.sock, self.peer, self.is_dialled = sock, peer, peer is not None
+        self.is_up = self.writes = False
+        self.arrived: list[Received] = []
+        self._rank, self._access, self._most_bytes, self._admit = rank, access, most_bytes, admit
+        self._script = self._dial() if self.is_dialled else self._answer()
+        self._wanted = memoryview(b"")
+
+    def begin(self) -> None:
+        """Start to speak, once connected.
+
+        Raises:
+            OSError: It is not connected.
+        """
+        if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        _tune(self.sock)
+        self._go_on()
+
+    def read(self) -> None:
+        """Read what has arrived, in part or whole.
+
+        Raises:
+            OSError: The connection is over, or the other end is not of this run.
+        """
+        for _ in range(_READS):
+            try:
+                count = self.sock.recv_into(self._wanted)
+            except (BlockingIOError, InterruptedError):
+                return
+            if count == 0:
+                raise ConnectionResetError("the other end has closed the connection")
+            is_whole = count == self._wanted.nbytes
+            self._wanted = self._wanted[count:]
+            if not is_whole:
+                return  # nothing is left; the loop returns when there is
+            self._go_on()
+
+    def write(self, views: list[memoryview]) -> int:
+        """Send as many bytes as the socket takes; return their number.
+
+        Raises:
+            OSError: The connection is over.
+        """
+        try:
+            return self.sock.sendmsg(views)
+        except (BlockingIOError, InterruptedError):
+            return 0
+
+    def _go_on(self) -> None:
+        while not self._wanted:
+            self._wanted = next(self._script)
+
+    def _dial(self) -> Iterator[memoryview]:
+        assert self.peer is not None
+        mine = os.urandom(_CHALLENGE_BYTES)
+        hello = _HELLO.pack(_MAGIC, _VERSION, self._rank, self.peer, mine)
+        self._say(hello)
+        answer = bytearray(_CHALLENGE_BYTES + _PROOF_BYTES)
+        yield memoryview(answer)
+        theirs, proof = answer[:_CHALLENGE_BYTES], answer[_CHALLENGE_BYTES:]
+        if not hmac.compare_digest(proof, self._access.proof(b"answers", hello, theirs)):
+            raise StrangerError(f"rank {self.peer} has another secret")
+        self._say(self._access.proof(b"dials", hello, theirs))
+        welcome = bytearray(1)
+        yield memoryview(welcome)
+        if welcome != _WELCOME:
+            raise NotNowError(f"rank {self.peer} takes no connection now")
+        self.is_up = True
+        yield from self._messages()
+
+    def _answer(self) -> Iterator[memoryview]:
+        hello = bytearray(_HELLO.size)
+        yield memoryview(hello)
+        magic, version, peer, receiver, _ = _HELLO.unpack(hello)
+        if (magic, version, receiver) != (_MAGIC, _VERSION, self._rank) or peer == self._rank:
+            raise StrangerError("no hello to this rank")
+        mine = os.urandom(_CHALLENGE_BYTES)
+        self._say(mine + self._access.proof(b"answers", hello, mine))
+        proof = bytearray(_PROOF_BYTES)
+        yield memoryview(proof)
+        if not hmac.compare_digest(proof, self._access.proof(b"dials", hello, mine)):
+            raise StrangerError("no proof of the secret")
+        self.peer = peer
+        if not self._admit(self):
+            self._say(_NOT_NOW)
+            raise NotNowError("not now")
+        self._say(_WELCOME)
+        self.is_up = True
+        yield from self._messages()
+
+    def _messages(self) -> Iterator[memoryview]:
+        while True:
+            sizes = bytearray(_SIZES.size)
+            yield memoryview(sizes)
+            header_bytes, size_bytes = _SIZES.unpack(sizes)
+            if header_bytes > MOST_HEADER_BYTES or size_bytes > self._most_bytes:
+                raise StrangerError(f"a message of {header_bytes} + {size_bytes} bytes")
+            header = bytearray(header_bytes)
+            yield memoryview(header)
+            payload = None
+            if size_bytes:
+                payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+                yield view_of(payload)
+            if header or payload is not None:
+                self.arrived.append(Received(bytes(header), payload))
+
+    def _say(self, message: bytes) -> None:
+        """Send a part of the hello, which the empty buffer of a new connection takes at once."""
+        if self.sock.send(message) != len(message):
+            raise ConnectionError("the connection takes no hello")
+
+
+def view_of(payload: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory."""
+    return payload.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send small messages at once, and find a dead host without Python."""
+    idle_seconds, interval_seconds = _KEEPALIVE_SECONDS
+    options: list[tuple[int, str, Any]] = [
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", idle_seconds),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", interval_seconds),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", _KEEPALIVE_TRIES),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", _UNANSWERED_MILLISECONDS),
+    ]
+    for level, name, value in options:
+        if hasattr(socket, name):  # not every system has all
+            sock.setsockopt(level, getattr(socket, name), value)
