@@ -29,7 +29,7 @@ from gossipgrad._messages import first_line
 from gossipgrad.comm import (
     Group,
     Heartbeats,
-    Lost,
+    Received,
     all_parameters,
     is_joinable,
     is_sharded,
@@ -260,10 +260,13 @@ class Admission:
         text = json.dumps({**header, "bytes": blob.numel()}).encode()
         tickets = deque(link.send(joiner, text, piece) for piece in blob.split(PIECE_BYTES))
         moved_seconds = time.monotonic()
-        while tickets:
+        while True:
             if self._closed:
                 raise GossipError(f"rank {self._group.rank} left the run")
-            if any(isinstance(event, Lost) for event in link.receive(_LOOK_SECONDS)):
+            events = link.receive(_LOOK_SECONDS)
+            if any(isinstance(event, Received) for event in events):
+                return  # it has all of it
+            if events:
                 raise GossipError(f"the joiner, rank {joiner}, is gone or cannot be reached")
             while tickets and tickets[0].done:
                 tickets.popleft()

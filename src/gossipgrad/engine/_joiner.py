@@ -202,7 +202,7 @@ class Joiner:
         try:
             donor, gift = self._receive(link)
         finally:
-            link.close()
+            link.close(_LISTEN_SECONDS)
         arrival = Arrival(
             membership=self._read_membership(),
             name=self._name,
@@ -239,6 +239,7 @@ class Joiner:
                     blob.write(event.payload.numpy().data)
                     moved_seconds = time.monotonic()
                     if blob.tell() >= header["bytes"]:
+                        link.send(donor, b"received")
                         blob.seek(0)
                         return donor, torch.load(blob, weights_only=True)
                 now = time.monotonic()
