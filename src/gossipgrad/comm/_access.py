@@ -58,7 +58,7 @@ class Access:
             )
         return cls(bytes.fromhex(published), is_from_file=False)
 
-    def proof(self, *facts: bytes) -> bytes:
+    def proof(self, *facts: bytes | bytearray) -> bytes:
         """Return 32 bytes that only a holder of the secret can compute from these facts."""
         return hmac.digest(self._key, b"".join(facts), "sha256")
 

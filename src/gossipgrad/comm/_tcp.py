@@ -232,13 +232,15 @@ class _Links:
         for connection in dropped:
             self._close(connection)
         for link in changed:
+            connection = link.connection
             if link.is_lost:
                 continue
-            if link.is_up:
-                self._watch(link.connection, writes=bool(link.outgoing))
-            elif link.connection is None and link.retry_seconds <= now:
+            if connection is not None:
+                if connection.is_up:
+                    self._watch(connection, writes=bool(link.outgoing))
+            elif link.retry_seconds <= now:
                 self._dial(link)
-            elif link.connection is None:
+            else:
                 wait = _RETRY_SECONDS
                 with self.filled:
                     self._changed.add(link)
@@ -254,7 +256,7 @@ class _Links:
     def _end_slowly(self, now: float) -> None:
         """Once closing: end when all messages have left, and the others have seen the end."""
         with self.filled:
-            up = [link for link in self.links.values() if link.is_up]
+            up = [c for c in (link.connection for link in self.links.values()) if c and c.is_up]
             waits = any(
                 link.outgoing or link.is_writing
                 for link in self.links.values()
@@ -266,9 +268,9 @@ class _Links:
         elif not waits:
             # A socket that is closed with unread bytes resets the connection, and what the other
             # end has not read is lost: so this end stops sending, and reads until the other closes.
-            for link in up:
+            for connection in up:
                 with contextlib.suppress(OSError):
-                    link.connection.sock.shutdown(socket.SHUT_WR)
+                    connection.sock.shutdown(socket.SHUT_WR)
             self._is_over = not up
 
     def _accept(self) -> None:
