@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Faults, FaultyTransport, Transport, TCPTransport
+from gossipgrad.comm import Faults, FaultyTransport, TCPTransport, Transport
 from gossipgrad.report import Trace
 
 WORLD_SIZE = 2
