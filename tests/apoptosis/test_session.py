@@ -1,7 +1,5 @@
 """A session that shrinks a network while it trains."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -141,30 +139,6 @@ def test_compiled_code_follows_more_often_than_it_may_be_compiled():
             train(compiled, optimizer, batches(16))
             assert session.stats().recompilations == 4
     assert {width for width, _ in shapes} >= {e.widths["0"][1] for e in session.history}
-
-
-def test_it_goes_on_from_a_checkpoint():
-    def start(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-        return optimizer, gg.shrink(model, optimizer, budget=0.03, **SETTINGS)
-
-    whole = network()
-    optimizer, session = start(whole)
-    with session:
-        train(whole, optimizer, batches(45))
-        saved = copy.deepcopy([whole.state_dict(), optimizer.state_dict(), session.state_dict()])
-        train(whole, optimizer, batches(30, seed=1))
-        widths = session.widths()
-    resumed = gg.rebuild(network(seed=5), saved[0])
-    optimizer, session = start(resumed)
-    with session:
-        optimizer.load_state_dict(saved[1])
-        session.load_state_dict(saved[2])
-        train(resumed, optimizer, batches(30, seed=1))
-        assert session.widths() == widths
-        assert len(session.history) == 3
-    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
-        torch.testing.assert_close(one, two)
 
 
 def test_convolutions_shrink_in_training():

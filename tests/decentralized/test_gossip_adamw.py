@@ -1,6 +1,5 @@
 """The AdamW whose second moment is that of the mixed momentum."""
 
-import copy
 import math
 
 import pytest
@@ -30,34 +29,6 @@ def test_it_is_the_rule_of_its_docstring():
         u = (beta2 * v + (1 - beta2) * c(t) * m**2) / (1 - beta2**t)
         w -= lr * (decay * w + m / (1 - beta1**t) / (math.sqrt(u) + eps))
         assert weight.item() == pytest.approx(w, rel=1e-12)
-
-
-def test_resumes_bit_for_bit_and_takes_groups_and_late_parameters():
-    def losses(model, optimizer, steps):
-        for step in range(steps):
-            optimizer.zero_grad()
-            model(torch.full((3, 4), step + 1.0)).square().sum().backward()
-            if step == 0:
-                next(model.parameters()).grad = None
-            optimizer.step()
-
-    def make():
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-        groups = [
-            {"params": model[0].parameters(), "lr": 0.01},
-            {"params": model[2].parameters(), "weight_decay": 0.0},
-        ]
-        return model, gg.GossipAdamW(groups, lr=0.02)
-
-    model, optimizer = make()
-    losses(model, optimizer, 3)
-    other, resumed = make()
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each in ((model, optimizer), (other, resumed)):
-        losses(*each, 3)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

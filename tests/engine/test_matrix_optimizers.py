@@ -1,6 +1,7 @@
 """What every optimizer does: bad gradients, frozen layers, schedules, checkpoints."""
 
 import copy
+import pickle
 import warnings
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import gossipgrad as gg
 
@@ -34,10 +35,12 @@ def make(name, model, **options):
     return getattr(gg, name)(params, **options)
 
 
-def backward(model, step):
+def backward(model, step, scale=1.0):
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
     model.zero_grad()
-    (model(x) - x[:, :3].sin()).square().mean().backward()
+    loss = (model(x) - x[:, :3].sin()).square().mean()
+    (scale * loss).backward()
+    return loss
 
 
 def train(model, optimizer, steps):
@@ -136,6 +139,43 @@ def test_schedules_that_cycle_momentum_work_with_their_defaults(name, schedule):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_closure_a_scheduler_and_a_scaler(name):
+    model, twin = network(), network()
+    optimizer, other = make(name, model), make(name, twin)
+    schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, other)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(8):
+        assert optimizer.step(lambda step=step: backward(model, step)) > 0
+        backward(twin, step, scaler.scale(torch.ones(())))
+        scaler.step(other)
+        scaler.update()
+        for schedule in schedules:
+            schedule.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    before = [p.detach().clone() for p in twin.parameters()]
+    backward(twin, 8, scaler.scale(torch.tensor(torch.inf)))
+    scaler.step(other)
+    assert equal(before, twin.parameters())
+    make(name, network()).step()  # without a gradient
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("name", ALL)
+def test_a_copy_trains_its_own_parameters(name, copied):
+    model = network()
+    optimizer = make(name, model)
+    train(model, optimizer, range(4))
+    twin, other = copied((model, optimizer))
+    assert equal(train(model, optimizer, range(4, 9)), train(twin, other, range(4, 9)))
+    extra = nn.Parameter(torch.ones(3, 3))
+    named = "param_names" in other.param_groups[0]
+    other.add_param_group({"params": [("extra", extra) if named else extra]})
+    assert other.param_groups[-1]["lr"] == other.defaults["lr"]
+    assert repr(other)
+
+
 def test_a_group_has_the_settings_of_its_role_alone():
     groups = gg.Muon(network(), weight_decay=0.1).param_groups
     assert {"momentum", "polar"} <= groups[0].keys()
@@ -166,13 +206,13 @@ def test_reading_the_state_changes_nothing(name, bias):
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_loaded_run_equals_the_uninterrupted_one(name, flatten, late, tmp_path):
     """Also in a new optimizer, whose keys and shapes are what is read from the disk."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    of = {"refresh": gg.Background(4, 3, fixed_delay=True)} if late and name != "Muon" else {}
+    of = {"refresh": gg.Background(4, 3, fixed_delay=True)} if late and name in SECOND_ORDER else {}
     model = network(bias=False)
     optimizer = make(name, model, **of)
     train(model, optimizer, range(14))  # roots of the last steps are not in use yet
@@ -188,7 +228,7 @@ def test_a_loaded_run_equals_the_uninterrupted_one(name, flatten, late, tmp_path
     twin.load_state_dict(model.state_dict())
     assert equal(train(model, optimizer, range(14, 30)), train(twin, other, range(14, 30)))
     for each in (optimizer, other):
-        if name != "Muon":
+        if name in SECOND_ORDER:
             each.close()
 
 

@@ -161,17 +161,6 @@ def test_matrices_equal_torch_muon(nesterov, scale, form, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_parameters_without_gradient_stay():
-    model = model_of()
-    optimizer = gg.Muon(model)
-    before = model[2].weight.detach().clone()
-    backward(model, 0)
-    model[2].weight.grad = model[0].bias.grad = None
-    optimizer.step()
-    assert torch.equal(before, model[2].weight)
-    gg.Muon(model_of()).step()
-
-
 # -- as torch's optimizers are -----------------------------------------------------------------
 
 
@@ -188,49 +177,6 @@ def test_a_loaded_state_goes_on_bit_for_bit(dtype):
         assert all(v.dtype is torch.float32 for v in state.values() if isinstance(v, torch.Tensor))
     expected, found = train(model, optimizer, range(4, 7)), train(twin, other, range(4, 7))
     assert all(map(torch.equal, expected, found))
-
-
-def test_a_closure_a_scheduler_and_a_scaler():
-    model, twin = model_of(), model_of()
-    optimizer, other = gg.Muon(model), gg.Muon(twin)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    losses = []
-    for step in range(4):
-        losses.append(optimizer.step(lambda step=step: (model.zero_grad(), backward(model, step))))
-        scheduler.step()
-    assert all(loss[1] > 0 for loss in losses)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02 / 5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(4):
-        twin.zero_grad()
-        for group, lr in zip(other.param_groups, (0.02, 3e-4), strict=True):
-            group["lr"] = lr / (1 + step)
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(16, 6, generator=generator)
-        scaler.scale((twin(x) - x[:, :2]).square().mean()).backward()
-        scaler.step(other)
-        scaler.update()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    twin.zero_grad()
-    for p in twin.parameters():
-        p.grad = torch.full_like(p, float("inf"))
-    before = [p.detach().clone() for p in twin.parameters()]
-    scaler.step(other)
-    assert all(map(torch.equal, before, twin.parameters()))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_with_its_own_parameters(copied):
-    model = model_of()
-    optimizer = gg.Muon(model)
-    train(model, optimizer)
-    twin, other = copied((model, optimizer))
-    assert all(map(torch.equal, train(model, optimizer), train(twin, other)))
-    extra = nn.Parameter(torch.ones(3, 3))
-    other.add_param_group({"params": [("extra", extra)]})
-    assert other.param_groups[-1]["momentum"] == 0.95
-    assert repr(other)
 
 
 def test_the_rest_equals_torch_adamw():

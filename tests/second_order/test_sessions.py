@@ -84,24 +84,6 @@ def test_replicas_that_are_to_shrink_are_refused_before_the_first_step(kind):
         gg.shrink(model, optimizer, example_input=torch.randn(2, 6))
 
 
-def test_a_session_begins_with_the_optimizer_state_of_rank_0():
-    hub = Hub(2)
-
-    def start(rank, group):
-        model = copy.deepcopy(MODEL)
-        optimizer = gg.SOAP(model, refresh=gg.Staggered(3))
-        train(model, optimizer, 5, seed=rank)
-        links = {"process_group": group, "transport": lambda g: hub.transport(rank)}
-        with gg.gossip(model, optimizer, **links):
-            return optimizer.state_dict()["state"]
-
-    first, second = run_ranks(2, start)
-    for place, kept in first.items():
-        for name, value in kept.items():
-            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
-            assert same(value, second[place][name])
-
-
 def test_the_mean_of_saved_replicas_has_the_mean_of_factors_and_orthogonal_bases():
     states = []
     for seed in range(2):

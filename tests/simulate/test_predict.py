@@ -136,13 +136,6 @@ def test_a_worse_network_or_worker_never_makes_a_step_end_sooner(
     assert (ends(strategy, after, p, slower) >= ends(strategy, before, p, workers) - 1e-9).all()
 
 
-def test_a_model_of_known_size_and_time_is_a_profile():
-    found = Profile.of_size(124_000_007, 0.3)
-    assert sum(found.elements) == 124_000_007
-    assert found.compute_seconds == pytest.approx(0.3)
-    assert Profile.of_size(3, 0.3).elements == (1, 1, 1)
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -56,21 +56,6 @@ def test_resume_is_bit_identical(name, settings):
     assert_equal_bits(train(resumed, 5, name), whole)
 
 
-def test_one_rank_is_the_plain_optimizer():
-    ranks = train(make(world_size=1), 5)
-    torch.manual_seed(0)
-    model = MODELS["mlp"]()
-    optimizer = sgd(list(model.parameters()))
-    for step in range(5):
-        x, y = batches("mlp", 1, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[0]), y[0]).backward()
-        optimizer.step()
-    for ours, theirs in zip(ranks.replica(0).parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert ranks.consensus_distance() == 0
-
-
 @pytest.mark.parametrize("topology", ["dissemination", "hypercube", "matching"])
 def test_without_gradients_the_distance_contracts_as_analysed(topology):
     p, rounds = 16, 3

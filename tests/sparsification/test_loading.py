@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from gossipgrad.sparsification import deal_states
 from support.replicas import network
@@ -135,29 +134,6 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
     refuses(
         states, r"'0\.bias'", lambda me: me.model[0].bias.requires_grad_(me.rank not in freezing)
     )
-
-
-@pytest.mark.parametrize("deals", [False, True])
-def test_statistics_of_batchnorm_stay_each_rank_s_own(deals):
-    def make():
-        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def trained(me):
-        for _ in range(2):
-            me.model(torch.randn(8, 6) + me.rank).sum().backward()
-            me.optimizer.step()
-        me.group.barrier()
-        return me.session.state_dict(), me.model[0].running_mean.clone()
-
-    states, kept = zip(*on_ranks(trained, make=make), strict=True)
-    states = deal_states(states, 2) if deals else states
-
-    def loaded(me):
-        me.session.load_state_dict(states[me.rank])
-        return me.model[0].running_mean
-
-    assert all(map(torch.equal, on_ranks(loaded, make=make), kept))
-    assert not torch.equal(*kept)
 
 
 def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
