@@ -12,6 +12,7 @@ from gossipgrad.comm import Loss as Loss
 from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
 from gossipgrad.comm import load_replica as load_replica
+from gossipgrad.comm import set_gloo_interface as _set_gloo_interface
 from gossipgrad.compression import SharedMask as SharedMask
 from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import GossipAdamW as GossipAdamW
@@ -69,5 +70,6 @@ else:
     from gossipgrad._lazy import __getattr__ as __getattr__
 
 _show_warnings()
+_set_gloo_interface()
 
 __version__ = _version("gossipgrad")

@@ -1,12 +1,24 @@
 """Which interface a rank listens on."""
 
+import errno
+import os
 import socket
 import sys
+import threading
+import uuid
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from gossipgrad.comm import TCPTransport, _interface, here
+from gossipgrad.comm import (
+    Group,
+    TCPTransport,
+    _interface,
+    _rendezvous,
+    here,
+    set_gloo_interface,
+)
 from gossipgrad.comm._interface import own_address
 from gossipgrad.errors import GossipError
 from support.ranks import run_ranks
@@ -61,9 +73,58 @@ def test_a_link_that_leads_nowhere_ends_the_start_on_all_ranks_with_both_address
         assert "GOSSIPGRAD_BIND" in said
 
 
+def test_ranks_of_several_hosts_that_do_not_reach_each_other_end_the_start_on_all(monkeypatch):
+    """Gloo would end one of them, and let the other wait for it without a word."""
+    connect, is_cut = socket.create_connection, threading.Event()
+    monkeypatch.setattr(_rendezvous, "here", lambda: uuid.uuid4().hex)
+    monkeypatch.setenv("GOSSIPGRAD_BIND", "127.0.0.1")
+
+    def connect_or_fail(*arguments, **options):
+        if is_cut.is_set() and threading.current_thread().name == "rank 1":
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connect_or_fail)
+
+    def work(rank, group):
+        group.barrier()
+        is_cut.set()
+        with pytest.raises(GossipError) as caught:
+            Group(dist.PrefixStore("cut", group.store), rank, 2)
+        return str(caught.value)
+
+    for said in run_ranks(2, work):
+        assert "rank 1 at 127.0.0.1 cannot reach rank 0 at 127.0.0.1 (Network is" in said
+        assert "GOSSIPGRAD_BIND" in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "interface"),
+    [
+        ({}, "127.0.1.1", "eth7"),
+        ({}, "192.0.2.9", None),
+        ({"LOCAL_WORLD_SIZE": "4"}, "127.0.1.1", None),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "127.0.1.1", "eth0"),
+    ],
+    ids=["leads to loopback", "leads elsewhere", "one host", "is set"],
+)
+def test_gloo_gets_an_interface_where_the_name_of_the_host_leads_to_loopback(
+    monkeypatch, variables, name, interface
+):
+    """Under torchrun on several hosts, for the user's own process group."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    known = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"}
+    for variable, value in {**known, "GOSSIPGRAD_BIND": "eth7", **variables}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    set_gloo_interface()
+    assert (os.environ["GLOO_SOCKET_IFNAME"] or None) == interface
+
+
 def test_an_interface_with_ipv6_alone_can_be_listened_on(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setattr(socket, "gethostname", lambda: "::1")
+    monkeypatch.setattr(_interface, "_ELSEWHERE", ())
     assert own_address("::1") is None, "loopback is no address for others"
     (end,) = run_ranks(1, lambda rank, group: TCPTransport(group, bind="::1"))
     assert end.address == "::1"

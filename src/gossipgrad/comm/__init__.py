@@ -24,6 +24,7 @@ from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
 from gossipgrad.comm._interface import here as here
 from gossipgrad.comm._interface import interface_towards as interface_towards
 from gossipgrad.comm._interface import joining_address as joining_address
+from gossipgrad.comm._interface import set_gloo_interface as set_gloo_interface
 from gossipgrad.comm._ledger import Exchange as Exchange
 from gossipgrad.comm._ledger import Outcome as Outcome
 from gossipgrad.comm._mailbox import Mail as Mail

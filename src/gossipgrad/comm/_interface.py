@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
     from gossipgrad.comm._group import Group
 
 __all__ = [
-    *("BIND", "GLOO", "address_of_interface", "check_bound", "gloo_interface", "here"),
-    *("interface_of", "interface_towards", "is_address", "joining_address", "own_address"),
+    *("BIND", "GLOO", "address_of_interface", "check_bound", "gloo_address", "gloo_interface"),
+    *("here", "interface_of", "interface_towards", "is_address", "joining_address"),
+    *("own_address", "set_gloo_interface"),
 ]
+
+logger = logging.getLogger(__name__)
 
 BIND = "GOSSIPGRAD_BIND"
 GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+# Addresses for examples in texts, which no host has: the way there is the default route.
+_ELSEWHERE = ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9)))
 _WAY_OUT = (
     f"name the interface: {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, or "
     "transport=lambda group: TCPTransport(group, bind='10.0.0.7')"
@@ -102,30 +108,42 @@ def here() -> str:
 
 
 def own_address(towards: str | None) -> str | None:
-    """Return the address of this host on the route to `towards`, or that of its name; local.
+    """Return the address of this host on the route to `towards`, or another one; local.
 
-    None if there is none but loopback.
+    That is the address of its name, or the one on its default route. None if there is none but
+    loopback.
     """
-    if towards is not None:
-        for family, where in _addresses(towards):
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(family, socket.SOCK_DGRAM) as probe,
-            ):
-                probe.connect(where)  # sends nothing: it only looks up the route
-                if not _is_loopback(address := probe.getsockname()[0]):
-                    return address
-    named = [where[0] for _, where in _addresses(socket.gethostname())]
-    return next((address for address in named if not _is_loopback(address)), None)
+    own = None if towards is None else _address_on_route(_addresses(towards))
+    return own or _address_of_name() or _address_on_route(_ELSEWHERE)
+
+
+def set_gloo_interface() -> None:
+    """Name Gloo's interface for groups that other code makes, where it would listen in vain; local.
+
+    Under torchrun on several hosts, Gloo listens where the name of the host leads, which may be
+    loopback alone: `127.0.1.1` in `/etc/hosts`. One host then fails, and the others wait for it for
+    half an hour.
+    """
+    world_size, here_size = (os.environ.get(n, "") for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    master = os.environ.get("MASTER_ADDR")
+    if world_size == here_size or not here_size or not master or os.environ.get(GLOO):
+        return
+    if _address_of_name() is not None:
+        return
+    asked = os.environ.get(BIND) or own_address(master)
+    interface = asked if asked and not is_address(asked) else _interface_with(asked)
+    if interface is not None:
+        os.environ[GLOO] = interface
+        if os.environ.get("LOCAL_RANK") == "0":
+            logger.warning(
+                "the name of this host, %r, leads to no address that others reach: %s=%s is set",
+                *(socket.gethostname(), GLOO, interface),
+            )
 
 
 def interface_towards(host: str) -> str | None:
     """Return the name of the interface on the route to a host, None if it is not known; local."""
-    address = own_address(host)
-    if address is None or sys.platform != "linux":
-        return None
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if address_of_interface(name) == address), None)
+    return _interface_with(own_address(host))
 
 
 def address_of_interface(name: str) -> str | None:
@@ -155,6 +173,14 @@ def gloo_interface(*, one_host: bool) -> str | None:
     return os.environ.get(BIND) or fallback
 
 
+def gloo_address(interface: str | None) -> str | None:
+    """Return the address at which Gloo listens for a `gloo_interface`, None if unknown; local."""
+    interface = interface or (os.environ.get(GLOO) or "").partition(",")[0]
+    if not interface:
+        return next((where[0] for _, where in _addresses(socket.gethostname())), None)
+    return interface if is_address(interface) else address_of_interface(interface)
+
+
 def is_address(text: str) -> bool:
     """Whether a text is an IP address, and not the name of an interface."""
     try:
@@ -162,6 +188,30 @@ def is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _address_on_route(targets: Collection[tuple[int, Any]]) -> str | None:
+    """Return the address of this host from which it reaches another one, unless it is loopback."""
+    for family, where in targets:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing: it only looks up the route
+            if not _is_loopback(address := probe.getsockname()[0]):
+                return address
+    return None
+
+
+def _address_of_name() -> str | None:
+    """Return the address of this host's name, unless it is loopback."""
+    named = [where[0] for _, where in _addresses(socket.gethostname())]
+    return next((address for address in named if not _is_loopback(address)), None)
+
+
+def _interface_with(address: str | None) -> str | None:
+    """Return the name of the interface that has an IPv4 address, None if it is not known."""
+    if address is None or sys.platform != "linux":
+        return None
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of_interface(name) == address), None)
 
 
 def _addresses(host: str) -> list[tuple[int, Any]]:
