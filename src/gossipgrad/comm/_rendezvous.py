@@ -148,7 +148,7 @@ class Rendezvous:
             own = ""  # then Gloo says why it cannot listen
             with contextlib.suppress(OSError):
                 family = socket.AF_INET6 if ":" in (address or "") else socket.AF_INET
-                if address is not None:
+                if address is not None and "%" not in address:  # scopes differ among hosts
                     ear = stack.enter_context(socket.create_server((address, 0), family=family))
                     own = json.dumps([address, ear.getsockname()[1]])
             self._gather("way", own, [following], listen)
