@@ -9,6 +9,7 @@ from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTE
 from gossipgrad.comm._buckets import BucketLayout as BucketLayout
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
 from gossipgrad.comm._buckets import TensorSpec as TensorSpec
+from gossipgrad.comm._buckets import empty_flat as empty_flat
 from gossipgrad.comm._buckets import fitting_bucket_bytes as fitting_bucket_bytes
 from gossipgrad.comm._buckets import is_sharded as is_sharded
 from gossipgrad.comm._buckets import local as local

@@ -7,9 +7,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class Group:
         self._broken: str | None = None
         self._closed, self._process = False, os.getpid()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
-        self._under_way = False
+        self._under_way = 0  # collectives that were begun and have not ended
         self._timeout_seconds = self._unlimited_seconds = timeout_seconds
         self._gone = gone
         self._newest: Callable[[], Membership | None] = lambda: None
@@ -163,8 +164,7 @@ class Group:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place; any floating or integer dtype, any device."""
         if len(self.members) > 1:
-            plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-            host = tensor if plain else tensor.detach().cpu().contiguous()
+            host = _in_host_memory(tensor)
             self._run(lambda gloo: gloo.allreduce([host]))
             if host is not tensor:
                 tensor.copy_(host)
@@ -174,6 +174,35 @@ class Group:
     def mean_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its mean over all ranks, in place; any floating dtype, any device."""
         return self.all_reduce_(tensor).div_(len(self.members))
+
+    @torch.no_grad()
+    def means_(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Replace each tensor by its mean over all ranks, and yield it; one is sent ahead.
+
+        A tensor is asked for before the one before it is yielded, so two are in use at a time.
+        """
+        pairs = ((tensor, _in_host_memory(tensor)) for tensor in tensors)
+        if len(self.members) == 1:
+            yield from (tensor for tensor, _ in pairs)
+            return
+        sent: deque[tuple[Tensor, Tensor, _Work]] = deque()
+        try:
+            for tensor, host in pairs:
+                work = self._begin(lambda gloo, host=host: gloo.allreduce([host]), ahead=bool(sent))
+                sent.append((tensor, host, work))
+                if len(sent) > 1:
+                    yield self._mean_of(*sent.popleft())
+            while sent:
+                yield self._mean_of(*sent.popleft())
+        finally:
+            if sent:  # left in the middle
+                self._under_way = 0
+                self.abandon()
+
+    def _mean_of(self, tensor: Tensor, host: Tensor, work: "_Work") -> Tensor:
+        self._finish(work)
+        host.div_(len(self.members))
+        return tensor if host is tensor else tensor.copy_(host)
 
     @torch.no_grad()
     def all_gather_into_(self, gathered: Tensor, mine: Tensor) -> Tensor:
@@ -372,45 +401,60 @@ class Group:
         return gloo
 
     def _run(self, start: Callable[[Any], Any], *, meets: bool = False) -> None:
+        self._finish(self._begin(start), meets=meets)
+
+    def _begin(self, start: Callable[[Any], Any], *, ahead: bool = False) -> "_Work":
+        """Begin a collective; `ahead`, before the last one has ended."""
         with self._lock:
-            if self._under_way:  # in a signal handler
+            if self._under_way and not ahead:  # in a signal handler
                 raise GossipError("no collective in the middle of another of the same thread")
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
-            self._under_way = True
-            try:
+            with self._breaking():
                 if self._gloo is None:
                     self._gloo = self._connect()
                 self._number += 1
-                self._wait(start(self._gloo), meets=meets)
-            except GossipError:  # of `unless`
+                return _Work(start(self._gloo), self._number)
+
+    def _finish(self, work: "_Work", *, meets: bool = False) -> None:
+        with self._lock, self._breaking(ends=True):
+            self._wait(work.gloo, work.number, meets=meets)
+
+    @contextlib.contextmanager
+    def _breaking(self, *, ends: bool = False) -> Iterator[None]:
+        """Break the collective on all ranks if it fails inside; `ends`, it is over after this."""
+        self._under_way += not ends
+        try:
+            yield
+        except BaseException as error:
+            self._under_way, ends = 0, True
+            if isinstance(error, GossipError):  # of `unless`
                 raise
-            except RuntimeError as error:
-                self._broken = explained(error)
-                if not isinstance(error, StoreSilentError | dist.DistNetworkError):
-                    if self._gloo is not None and not isinstance(error, GivenUpError):
-                        ended = self._rendezvous.ended(self._gloo)
-                        self.broken_by = self._rendezvous.first_report(ended)
-                        self._break()  # for ranks that wait for this one
-                    who = f": {named(self.broken_by)}" if self.broken_by else ""
-                    why = f"({self._broken})"
-                    self._broken = f"a rank has died, left or broken it off{who} {why}"
-                self._gloo = None
-                raise GossipError(f"the collective did not come about: {self._broken}") from error
-            except BaseException:
+            if not isinstance(error, RuntimeError):
                 self._broken = "this rank was interrupted in the middle of one"
                 self._break()
                 raise
-            finally:
-                self._under_way = False
-                if self._closed:
-                    self.close()
+            self._broken = explained(error)
+            if not isinstance(error, StoreSilentError | dist.DistNetworkError):
+                if self._gloo is not None and not isinstance(error, GivenUpError):
+                    ended = self._rendezvous.ended(self._gloo)
+                    self.broken_by = self._rendezvous.first_report(ended)
+                    self._break()  # for ranks that wait for this one
+                who = f": {named(self.broken_by)}" if self.broken_by else ""
+                why = f"({self._broken})"
+                self._broken = f"a rank has died, left or broken it off{who} {why}"
+            self._gloo = None
+            raise GossipError(f"the collective did not come about: {self._broken}") from error
+        finally:
+            self._under_way = max(0, self._under_way - ends)
+            if self._closed and not self._under_way:
+                self.close()
 
-    def _wait(self, work: Any, *, meets: bool) -> None:
+    def _wait(self, work: Any, number: int, *, meets: bool) -> None:
         # Gloo itself notices a rank that left or died, but not one that hangs.
         start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
         end_in_vain = self._end_in_vain(connects=False, meets=meets)
-        missing = self._rendezvous.name_missing(self._number)
+        missing = self._rendezvous.name_missing(number)
         try:
             while not work.is_completed():
                 waited_seconds = time.monotonic() - start
@@ -462,3 +506,16 @@ class Group:
         """End the running collective, here and on the others."""
         if self._gloo is not None:
             self._rendezvous.end(self._gloo)
+
+
+class _Work(NamedTuple):
+    """A collective that was begun, and its number in the generation."""
+
+    gloo: Any
+    number: int
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor in host memory: `tensor` itself if it is one."""
+    plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor if plain else tensor.detach().cpu().contiguous()

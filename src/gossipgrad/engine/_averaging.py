@@ -19,7 +19,7 @@ from gossipgrad.comm import (
     statistics,
     widened,
 )
-from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._flow import Bucket, Delta, Flow, Phase
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
@@ -55,6 +55,7 @@ _CALLS: dict[Kind, str] = {
     "mean": "session.mean_()",
 }
 _OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast")
+_TOTALS = 2  # one is averaged while one is used
 _TRIES = 4  # a rank may retry a collective that failed on it alone
 
 
@@ -275,22 +276,38 @@ class Averaging:
         averaged = [flow for flow in flows if flow.phase is not Phase.BEFORE_UPDATE]
         self.drain()
         with self.together():
-            means = {flow: self._mean([b.total() for b in flow.buckets]) for flow in averaged}
             shared = self._statistics()
-            wide = self._mean([t.to(widened(t.dtype), copy=True) for t in shared])
-        for flow, flats in means.items():
-            for bucket, flat in zip(flow.buckets, flats, strict=True):
-                bucket.load(flat)
+            wide = [self._group.mean_(t.to(widened(t.dtype), copy=True)) for t in shared]
+        for bucket, mean in self.means(averaged):
+            bucket.load(mean)
+            self.averaged_bytes += mean.nbytes
         with torch.no_grad():
             for statistic, mean in zip(shared, wide, strict=True):
                 statistic.copy_(mean)
         self.averages += 1
-        self.averaged_bytes += sum(flat.nbytes for flats in means.values() for flat in flats)
 
-    def consensus(self, flows: Sequence[Flow]) -> dict[Flow, list[Tensor]]:
-        """Return the exact average of the weights, one flat tensor per bucket; changes nothing."""
+    def means(self, flows: Sequence[Flow]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket and the exact average of its tensors, which lasts until the next.
+
+        Deltas in flight count in it. Changes nothing; all ranks have met, and ask for all buckets.
+        """
         with self.together():
-            return {flow: self._mean(self._with_in_flight(flow)) for flow in flows}
+            deltas = self._in_flight(flows)
+            buckets = [bucket for flow in flows for bucket in flow.buckets]
+            memory: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+
+            def total(number: int, bucket: Bucket) -> Tensor:
+                dtype = widened(bucket.dtype)
+                key = dtype, bucket.device, number % _TOTALS
+                if key not in memory or memory[key].numel() < bucket.numel:
+                    memory[key] = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+                flat = bucket.total(memory[key][: bucket.numel])
+                for delta, weight in deltas.get(bucket, ()):
+                    delta.add_to(flat, weight)
+                return flat
+
+            totals = (total(number, bucket) for number, bucket in enumerate(buckets))
+            yield from zip(buckets, self._group.means_(totals), strict=True)
 
     @contextmanager
     def mean_statistics(self) -> Iterator[None]:
@@ -344,22 +361,18 @@ class Averaging:
                 ". Every rank must call it before any closes its session" if closed else "",
             )
 
-    def _mean(self, flats: list[Tensor]) -> list[Tensor]:
-        return [self._group.mean_(flat) for flat in flats]
-
-    def _with_in_flight(self, flow: Flow) -> list[Tensor]:
-        """Return a flow's totals plus the deltas in flight; changes nothing."""
-        flats = [bucket.total() for bucket in flow.buckets]
+    def _in_flight(self, flows: Sequence[Flow]) -> dict[Bucket, list[tuple[Delta, float]]]:
+        """Return the deltas that are not mixed yet, and their weights."""
+        found: dict[Bucket, list[tuple[Delta, float]]] = {}
         for transfer in self._rounds.in_flight if self._rounds is not None else ():
-            if transfer.flow is not flow or self._rounds is None:
+            if transfer.flow not in flows or self._rounds is None:
                 continue
             transfer.wait_all(time.perf_counter() + COLLECTIVE_SECONDS)
-            for place in transfer.exchanges:
-                if place not in transfer.finished:
-                    delta = transfer.delta(place)
-                    if delta is not None:
-                        delta.add_to(flats[place], self._rounds.weight(transfer))
-        return flats
+            for number in transfer.exchanges.keys() - transfer.finished:
+                if (delta := transfer.delta(number)) is not None:
+                    weighted = delta, self._rounds.weight(transfer)
+                    found.setdefault(transfer.flow.buckets[number], []).append(weighted)
+        return found
 
     def _statistics(self) -> list[Tensor]:
         """Return the running statistics that have equal shapes on all ranks; name others once."""

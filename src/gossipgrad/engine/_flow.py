@@ -16,6 +16,7 @@ from gossipgrad.comm import (
     Part,
     Snapshot,
     SnapshotPool,
+    empty_flat,
     is_sharded,
     widened,
 )
@@ -24,7 +25,7 @@ from gossipgrad.engine._mixing import delta_of, mix, replace
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._tensors import Entry
 
-__all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable"]
+__all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable", "memory_of"]
 
 Sendable = tuple[Tensor, Callable[[], None] | None]
 """A tensor to send, and a function that returns when it is filled; None if it is already."""
@@ -154,10 +155,15 @@ class Bucket:
                 v.clamp_(min=0)
 
     @torch.no_grad()
-    def total(self) -> Tensor:
-        """Return all tensors plus their residuals, widened, as one new flat tensor."""
-        flat = torch.empty(self.numel, dtype=widened(self.dtype), device=self.device)
+    def total(self, out: Tensor | None = None) -> Tensor:
+        """Return all tensors plus their residuals, widened, in `out` or a new flat tensor."""
+        flat = out
+        if flat is None:
+            flat = torch.empty(self.numel, dtype=widened(self.dtype), device=self.device)
         pieces = self._split(flat)
+        if self._lasting is not None and self.dtype == flat.dtype:
+            torch._foreach_copy_(pieces, self._lasting)
+            return flat
         for v, total, e in zip(self.tensors(), pieces, self.residuals, strict=True):
             total.zero_() if v is None else total.copy_(v)
             if e is not None:
@@ -174,11 +180,15 @@ class Bucket:
                 replace(v, total, e)
 
     @torch.no_grad()
-    def show(self, flat: Tensor, kept: list[tuple[Tensor, Tensor]]) -> None:
-        """Overwrite the tensors temporarily; append each with a copy of its values to `kept`."""
-        for v, shown in zip(self.tensors(), self._split(flat), strict=True):
+    def show(self, flat: Tensor, memory: Tensor, kept: list[tuple[Tensor, Tensor]]) -> None:
+        """Overwrite the tensors temporarily.
+
+        Their values are copied into `memory`, a flat bucket; each is appended to `kept` with them.
+        """
+        pieces = zip(self.tensors(), self._split(flat), self._split(memory), strict=True)
+        for v, shown, own in pieces:
             if v is not None:
-                kept.append((v, v.clone()))
+                kept.append((v, own.copy_(v)))
                 v.copy_(shown)
 
     def _split(self, flat: Tensor) -> list[Tensor]:
@@ -442,6 +452,18 @@ class Flow:
             for residual in bucket.residuals:
                 if residual is not None:
                     residual.zero_()
+
+
+def memory_of(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Return memory for a copy of each bucket, of its own type."""
+    sizes: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for bucket in buckets:
+        sizes.setdefault((bucket.dtype, bucket.device), []).append(bucket.numel)
+    held = {
+        (dtype, device): iter(empty_flat(sum(each), dtype, device).split(each))
+        for (dtype, device), each in sizes.items()
+    }
+    return [next(held[bucket.dtype, bucket.device]) for bucket in buckets]
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:

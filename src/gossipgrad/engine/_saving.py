@@ -25,9 +25,13 @@ def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
     known = {*range(session.world_size), *of.living, *of.gone}
     if dst not in known:
         raise ValueError(f"dst must be a rank of the session, one of {sorted(known)}, got {dst}")
-    with session.consensus():
+
+    def gets_it() -> bool:
         living = session.membership.living
-        if session.rank != (dst if dst in living else living[0]):
+        return session.rank == (dst if dst in living else living[0])
+
+    with session._show_consensus(gets_it):
+        if not gets_it():
             return None
         return {
             name: value.detach().to("cpu", copy=True)

@@ -28,7 +28,7 @@ from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._connection import check_growth, connect
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
-from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._flow import Flow, Phase, memory_of
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
@@ -232,8 +232,6 @@ class Session:
         return self._run.flows
 
     @contextmanager
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def consensus(self) -> Iterator[None]:
         """Set the model to the exact average of the living replicas inside, and restore it after.
 
@@ -252,23 +250,8 @@ class Session:
             ReplicaChangedError: On every rank, if one's optimizer was loaded, or, in families that
                 do not allow it, its weights were changed since its last step.
         """
-        self._check_ready("consensus")
-        self._averaging.enter_collective("consensus", self._pending_change())
-        means = self._averaging.consensus(self._weights)
-        kept: list[tuple[Tensor, Tensor]] = []
-        with self._averaging.mean_statistics():
-            try:
-                for flow, flats in means.items():
-                    for bucket, flat in zip(flow.buckets, flats, strict=True):
-                        bucket.show(flat, kept)
-                self._in_consensus, self._kept = True, kept
-                yield
-            finally:
-                self._in_consensus, self._kept = False, []
-                self.replica.reshard()
-                with torch.no_grad():
-                    for tensor, own in kept:
-                        tensor.copy_(own)
+        with self._show_consensus(lambda: True):
+            yield
 
     def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
         """Return the `state_dict()` of the consensus on one rank, to save it.
@@ -325,12 +308,8 @@ class Session:
             return self._averaging.distance((own, shown) for shown, own in self._kept)
         self._check_ready("consensus_distance")
         self._averaging.enter_collective("distance", self._pending_change())
-        means = self._averaging.consensus(self._weights)
-        return self._averaging.distance(
-            (bucket.total(), mean)
-            for flow, flats in means.items()
-            for bucket, mean in zip(flow.buckets, flats, strict=True)
-        )
+        means = self._averaging.means(self._weights)
+        return self._averaging.distance((bucket.total(), mean) for bucket, mean in means)
 
     def disagreement(self, batch: Tensor) -> float:
         """Return the distance between the living replicas' predictions for one batch.
@@ -639,6 +618,31 @@ class Session:
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
+
+    @contextmanager
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _show_consensus(self, shows: Callable[[], bool]) -> Iterator[None]:
+        """See `consensus()`; asks, when all have met, whether this rank `shows` the average."""
+        self._check_ready("consensus")
+        self._averaging.enter_collective("consensus", self._pending_change())
+        kept: list[tuple[Tensor, Tensor]] = []
+        is_shown = shows()
+        with self._averaging.mean_statistics():
+            try:
+                buckets = [bucket for flow in self._weights for bucket in flow.buckets]
+                memory = memory_of(buckets if is_shown else [])
+                for number, (bucket, mean) in enumerate(self._averaging.means(self._weights)):
+                    if is_shown:
+                        bucket.show(mean, memory[number], kept)
+                self._in_consensus, self._kept = True, kept
+                yield
+            finally:
+                self._in_consensus, self._kept = False, []
+                self.replica.reshard()
+                with torch.no_grad():
+                    for tensor, own in kept:
+                        tensor.copy_(own)
 
     # -- its parts --------------------------------------------------------------------------
 

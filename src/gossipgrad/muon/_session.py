@@ -1,6 +1,6 @@
 """A session of decentralized Muon: trackers before the update, a backbone around it."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -130,7 +130,7 @@ class SudaSession(Session):
         return SudaStats(**values)
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
+    def _show_consensus(self, shows: Callable[[], bool]) -> Iterator[None]:
         """See `Session.consensus`; also checks the identities of trackers and duals.
 
         If late messages were cancelled, and the mean of trackers is off by more than a hundredth,
@@ -138,7 +138,7 @@ class SudaSession(Session):
         """
         is_broken = False
         try:
-            with super().consensus():
+            with super()._show_consensus(shows):
                 self._check_identities()
                 is_broken = (self._errors[0] or 0.0) > _MOST_ERROR
                 yield
