@@ -20,7 +20,7 @@ def test_a_second_loss_inside_a_collective_costs_no_more_than_the_first(when):
         if me.rank == 2 and when == "before it connects":
             group.enter = lambda *_: me.die()
         if me.rank == 2 and when == "in the middle":
-            me.session._averaging.consensus = lambda *_: me.die()
+            me.session._averaging.means = lambda *_: me.die()
         while True:
             try:
                 return me.mean()

@@ -96,7 +96,7 @@ def test_a_rank_that_dies_around_a_collective(when):
             time.sleep(0.2)
             if when == "before":
                 me.die()
-            me.session._averaging.consensus = lambda *_: me.die()
+            me.session._averaging.means = lambda *_: me.die()
             me.mean()
         if when == "in the middle":
             with pytest.raises(gg.GossipError, match="a rank has died, left or broken it off"):
