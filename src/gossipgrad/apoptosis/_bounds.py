@@ -157,11 +157,7 @@ def choose_bounded(
 
 
 def activation_of(neurons: Neurons) -> Activation:
-    """Return the neurons' single known activation.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the neurons' single known activation."""
     if neurons.activation is None or len(neurons.producers) > 1:
         raise ValueError(
             f"bound='worst-case' needs one producer and one known activation, and {neurons.name} "

@@ -53,16 +53,7 @@ def behind(
     shape: tuple[int, ...],
     after: tuple[int, ...],
 ) -> Channels | str:
-    """Return the channels after a function of one tensor, or why they cannot be followed.
-
-    Args:
-        name: Name of the function, such as `"max_pool2d"`.
-        channels: The channels before.
-        args: Arguments of the call.
-        kwargs: Keyword arguments of the call.
-        shape: Shape of the tensor before.
-        after: Shape of the tensor after.
-    """
+    """Return the channels after a function of one tensor, or why they cannot be followed."""
     if name in ELEMENTWISE or name in NEUTRAL or name in DROPOUTS:
         return channels
     if name.startswith(("max_", "avg_", "adaptive_", "lp_")) and name.endswith(_POOL):

@@ -49,16 +49,7 @@ def judge(
     budget: float,
     at_most: int,
 ) -> Merging:
-    """Merge as many neurons as the budget allows, by the joint error on the sample.
-
-    Args:
-        model: Their model.
-        neurons: The neurons to merge.
-        moments: Moments by consumer.
-        rule: `"pairs"` or `"least-squares"`.
-        budget: Share of the variance of each consumer's outputs.
-        at_most: The most neurons to remove.
-    """
+    """Merge as many neurons as the budget allows, by the joint error on the sample."""
     width = neurons.width(model)
     consumers = {p: consumer_of(model, neurons, p, moments[p]) for p in neurons.consumers}
     kept, folds, error = choose(list(consumers.values()), rule=rule, budget=budget, at_most=at_most)

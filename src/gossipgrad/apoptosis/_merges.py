@@ -98,22 +98,15 @@ def _error_of_one_tap(consumer: Consumer, removed: Tensor, left: Tensor) -> floa
 
 
 def pair_order(consumers: Sequence[Consumer]) -> list[int]:
-    """Return the order of removal, if each neuron is merged into its best replacement.
-
-    Greedy by the cost of each, `||V_j||^2 (C_jj - C_ij^2 / C_ii)`, after the removals before it.
-    """
+    """Return the order of removal, if each neuron is merged into its best replacement."""
+    # Greedy by the cost of each, `||V_j||^2 (C_jj - C_ij^2 / C_ii)`, after the removals before it.
     costs = sum(c.importance()[:, None] * _residuals(c.moments) for c in consumers)
     assert isinstance(costs, Tensor)
     return greedy_order(costs.cpu().fill_diagonal_(torch.inf))
 
 
 def greedy_order(costs: Tensor) -> list[int]:
-    """Return the order of removal, the cheapest first, each into a kept one.
-
-    Args:
-        costs: Cost of merging row j into column i, `(width, width or more)`, infinite if forbidden;
-            columns after those of the neurons are always available.
-    """
+    """Return the order of removal, the cheapest first, each into a kept one."""
     width = len(costs)
     costs = costs.clone()
     best, partner = costs.min(1)
@@ -132,11 +125,9 @@ def greedy_order(costs: Tensor) -> list[int]:
 
 
 def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
-    """Return the order of removal, if each is replaced by the best sum of all kept ones.
-
-    The reverse of the pivots of a Cholesky decomposition: the first pivots leave the smallest
-    residuals. The last `at_most` are ordered by their residuals.
-    """
+    """Return the order of removal, if each is replaced by the best sum of all kept ones."""
+    # The reverse of the pivots of a Cholesky decomposition: the first leave the smallest residuals.
+    # The last `at_most` are ordered by their residuals.
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
     second = torch.stack([c.moments / c.moments.diagonal().sum() for c in consumers]).sum(0)
     root = importance.sqrt()
@@ -212,10 +203,7 @@ def choose(
 def largest_within(
     budget: float, most: int, attempt: Callable[[int], T], error_of: Callable[[T], float]
 ) -> T:
-    """Find by bisection about the largest count whose error is within the budget.
-
-    It ends early when nine tenths of the budget are used.
-    """
+    """Find by bisection about the largest count whose error is within the budget."""
     low, high, found = 0, most, attempt(0)
     while low < high and not 0 < _ENOUGH * budget <= error_of(found):
         middle = (low + high + 1) // 2
@@ -296,10 +284,8 @@ class _LeastSquares:
 
 
 def _correction(coefficients: int, samples: float) -> float:
-    """Return the correction of a fit's error on its own sample: Akaike's final prediction error.
-
-    On its own sample the error is smaller than on another.
-    """
+    """Return the correction of a fit's error on its own sample: Akaike's final prediction error."""
+    # On its own sample the error is smaller than on another.
     if coefficients >= samples:
         return torch.inf
     return (samples + coefficients) / (samples - coefficients)

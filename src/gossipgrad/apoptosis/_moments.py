@@ -133,19 +133,10 @@ class Moments:
 
 
 class Watch:
-    """Hooks on the consumers of some neurons that measure training batches, until closed.
+    """Hooks on the consumers of some neurons that measure training batches, until closed."""
 
-    Compiled code ignores added or removed hooks. So opening and closing a watch resets all compiled
-    code; it is recompiled for other shapes in any case, but a limited number of times.
-
-    Args:
-        model: Their model.
-        neurons: The neurons to measure.
-        bounds: Whether to measure the producers' inputs, too, for worst-case bounds.
-
-    Attributes:
-        moments: Moments by neurons' name and consumer.
-    """
+    # Compiled code ignores added or removed hooks: opening and closing a watch resets all of it. It
+    # is recompiled for other shapes in any case, but a limited number of times.
 
     def __init__(self, model: nn.Module, neurons: Sequence[Neurons], *, bounds: bool) -> None:
         self.moments: dict[tuple[str, str], Moments] = {}

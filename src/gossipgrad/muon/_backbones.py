@@ -105,16 +105,10 @@ ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
 
 
 class Backbone(ABC):
-    """The rule of one session, and its state between steps: flat tensors, one per bucket.
+    """The rule of one session, and its state between steps: flat tensors, one per bucket."""
 
-    Attributes:
-        held: Tensors by name; `MIXED` and `DIRECTIONS` are exchanged.
-        starts_early: Whether its first exchange does not depend on the step's update.
-        exchanges: Number of exchanges in a step, one after the other.
-    """
-
-    starts_early: bool
-    exchanges: int
+    starts_early: bool  # whether its first exchange does not depend on the step's update
+    exchanges: int  # number of exchanges in a step, one after the other
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.held = {name: [torch.zeros_like(x) for x in like] for name in self.names}
@@ -143,12 +137,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """Yield the exchanges after the update; return the new weights.
-
-        Args:
-            x: The weights before the update.
-            u: The update, which is subtracted.
-        """
+        """Yield the exchanges after the update; return the new weights."""
 
     def duals(self, x: Flats) -> Flats:
         """Return the tensors that sum to zero over the ranks."""
@@ -204,13 +193,7 @@ class Differences(Backbone):
 
 
 class Tracking(Backbone):
-    """Gradient tracking: `Z` tracks the mean of the updates.
-
-    Args:
-        like: The weights.
-        is_atc: Whether weights are mixed after Z is subtracted, instead of before.
-        mixes_change: Whether the change of the update is mixed with Z, instead of added after.
-    """
+    """Gradient tracking: `Z` tracks the mean of the updates."""
 
     def __init__(self, like: Sequence[Tensor], *, is_atc: bool, mixes_change: bool) -> None:
         self._is_atc, self._mixes_change = is_atc, mixes_change
@@ -266,11 +249,7 @@ class DeMuon(Backbone):
 
 
 def resolve_backbone(backbone: str | Polynomial) -> str | Polynomial:
-    """Check the name of a backbone.
-
-    Raises:
-        ValueError: It is unknown.
-    """
+    """Check the name of a backbone."""
     if isinstance(backbone, Polynomial) or backbone in BACKBONES:
         return backbone
     raise ValueError(

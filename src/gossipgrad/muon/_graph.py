@@ -107,11 +107,8 @@ def _stays(schedule: Schedule) -> bool:
 
 
 def _weights_of(schedule: Schedule) -> Float[np.ndarray, "rank rank"]:
-    """Return the matrix of all matchings together.
-
-    A matrix gives its own weights; a graph has `W_ij = 1 / (2 max(d_i, d_j))`, so that no
-    eigenvalue is negative: 1/4 on a ring.
-    """
+    """Return the matrix of all matchings together."""
+    # A graph has `W_ij = 1 / (2 max(d_i, d_j))`, so that no eigenvalue is negative: 1/4 on a ring.
     n = schedule.world_size
     weights = np.zeros((n, n))
     for round in range(schedule.period):

@@ -147,11 +147,9 @@ def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k 
 
 
 def _on_gram_matrix(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
-    """Apply the steps by products of m x m matrices: fewer operations if n is larger than m.
-
-    With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`; all of these
-    are polynomials of one matrix, so `X` itself is multiplied once, at the end.
-    """
+    """Apply the steps by products of m x m matrices: fewer operations if n is larger than m."""
+    # With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`: all are
+    # polynomials of one matrix, so `X` itself is multiplied once, at the end.
     gram, product = x @ x.mT, None
     for step, (a, b, c) in enumerate(polar, 1):
         p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -388,11 +388,9 @@ class SudaSession(Session):
 
     @torch.no_grad()
     def _restart_if_changed(self) -> None:
-        """Restart trackers in a new generation from each living rank's tracked tensors.
-
-        Exchanges with a lost rank have changed the sum over living ranks; it is correct again
-        immediately, since no earlier message is mixed any more.
-        """
+        """Restart trackers in a new generation from each living rank's tracked tensors."""
+        # Exchanges with a lost rank have changed the sum over living ranks; it is correct again at
+        # once, since no earlier message is mixed any more.
         if self.membership.generation != self._generation:
             self._generation = self.membership.generation
             self._restart()

@@ -142,11 +142,7 @@ def sparse_all_gather(
 
 
 def cost(method: Method, what: str, elements: int) -> float:
-    """Return the checked seconds of a method for one group of this many elements.
-
-    Raises:
-        ValueError: The method returns an invalid time.
-    """
+    """Return the checked seconds of a method for one group of this many elements."""
     seconds = float(getattr(method, what)(elements))
     if not 0 <= seconds < math.inf:
         raise _no_time(method, what, seconds, elements)
@@ -154,11 +150,7 @@ def cost(method: Method, what: str, elements: int) -> float:
 
 
 def costs(method: Method, what: str, sizes: Int[np.ndarray, " size"]) -> Float[np.ndarray, " size"]:
-    """Seconds that a method asks for groups of these sizes, checked.
-
-    Raises:
-        ValueError: The method returns an invalid time.
-    """
+    """Seconds that a method asks for groups of these sizes, checked."""
     # As floats: products of whole numbers would overflow in an array.
     try:
         value = np.asarray(getattr(method, what)(sizes.astype(np.float64)), np.float64)
@@ -184,11 +176,7 @@ def _no_time(method: Method, what: str, seconds: float, elements: int) -> ValueE
 def checked_step(
     backward_seconds: Sequence[float | int], sizes: Sequence[int], methods: Sequence[Method]
 ) -> tuple[list[float], list[int], dict[str, Method]]:
-    """Times and elements of some tensors as Python's numbers, and methods by their names.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Times and elements of some tensors as Python's numbers, and methods by their names."""
     if len(backward_seconds) != len(sizes) or not len(sizes):
         raise ValueError(
             f"{len(backward_seconds)} times and {len(sizes)} sizes: give one of each a tensor, in "

@@ -92,18 +92,14 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The costs of every group of consecutive tensors by every method.
+    """The costs of every group of consecutive tensors by every method."""
 
-    Attributes:
-        reached: Seconds of backward up to each boundary between tensors, from 0.
-        select: By method, start and stop: seconds on the thread of backward; infinite where a group
-            would not be one.
-        communicate: The same: seconds on the wire.
-    """
+    # `select`: by method, start and stop: seconds on the thread of backward; infinite where a group
+    # would not be one.
 
-    reached: Seconds
+    reached: Seconds  # seconds of backward up to each boundary between tensors, from 0
     select: Seconds
-    communicate: Seconds
+    communicate: Seconds  # the same: seconds on the wire
 
     @classmethod
     def of(
@@ -121,10 +117,8 @@ class _Groups:
         return cls(np.array([0.0, *accumulate(times)]), *tables)
 
     def bounds(self) -> tuple[Seconds, Seconds]:
-        """From each boundary on: the least communication, and the earliest finish of the rest.
-
-        The second is from the start of backward, as if nothing had been selected before.
-        """
+        """From each boundary on: the least communication, and the earliest finish of the rest."""
+        # The second is from the start of backward, as if nothing had been selected before.
         last = len(self.reached) - 1
         communicate, finish = np.zeros(last + 1), np.zeros(last + 1)
         for boundary in range(last - 1, -1, -1):
@@ -144,20 +138,10 @@ class _Groups:
         *,
         optimistic: bool = False,
     ) -> tuple[list[tuple[int, int, int]], float, bool]:
-        """The best plan that is found to finish before `below`; an empty one where none is.
-
-        Args:
-            communicate: As `bounds` gives it.
-            finish: The same.
-            below: What does not finish before this is left out.
-            width: How many states of a front are kept.
-            optimistic: Whether these are better than those that are left out; then no plan finishes
-                before what comes out, and it may be none.
-
-        Returns:
-            The groups as start, stop and index of the method; when they finish; and whether no
-            front was cut.
-        """
+        """The best plan that is found to finish before `below`; an empty one where none is."""
+        # Groups as start, stop and index of the method; when they finish; whether no front was cut.
+        # `width` states of a front are kept. If `optimistic`, these are better than those left out:
+        # no plan finishes before what comes out, and it may be none.
         last, is_exact = len(self.reached) - 1, True
         # Of all states: selection so far, end of communication so far, and where they come from.
         selected, ended = np.zeros(1), np.zeros(1)
@@ -208,10 +192,7 @@ def _front(x: Seconds, y: Seconds) -> Places:
 def _spread(
     x: Seconds, y: Seconds, worth: Seconds, width: int
 ) -> tuple[Places, tuple[Seconds, Seconds]]:
-    """Return at most `width` states of a front: of each stretch the one that may finish first.
-
-    And the least of both times in its stretch.
-    """
+    """Return at most `width` states of a front: of each stretch the one that may finish first."""
     stretch = np.minimum((x - x[0]) / (x[-1] - x[0]) * width, width - 1).astype(np.int64)
     order = np.lexsort((worth, stretch))
     first = np.ones(order.size, bool)

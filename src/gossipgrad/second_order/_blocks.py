@@ -18,22 +18,15 @@ needs little memory, and that there are units to spread over a window."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A part of one parameter, as a matrix with at most as many rows as columns.
+    """A part of one parameter, as a matrix with at most as many rows as columns."""
 
-    Tensors of more than two dimensions are flattened to one row per first index. For a DTensor the
-    block is a part of this rank's shard.
+    # Tensors of more than two dimensions are flattened to one row per first index. For a DTensor
+    # the block is a part of this rank's shard.
 
-    Attributes:
-        parameter: The whole parameter.
-        number: Index among the parameter's blocks.
-        rows: Rows of the parameter as a matrix.
-        columns: Columns of the parameter as a matrix.
-    """
-
-    parameter: nn.Parameter
-    number: int
-    rows: slice
-    columns: slice
+    parameter: nn.Parameter  # the whole parameter
+    number: int  # index among the parameter's blocks
+    rows: slice  # rows of the parameter as a matrix
+    columns: slice  # columns of the parameter as a matrix
 
     @property
     def is_turned(self) -> bool:
@@ -54,23 +47,14 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Equal blocks of one group with stacked state: one product, one refresh, one location.
+    """Equal blocks of one group with stacked state: one product, one refresh, one location."""
 
-    Attributes:
-        index: Index among the optimizer's units.
-        group: Index of the blocks' parameter group.
-        cohort: Index of the set of parameters that had their first gradient in the same step.
-        blocks: The blocks; all of one shape, type and device.
-        step: Steps taken so far.
-        has_roots: Whether its roots were computed; they are zeros before.
-    """
-
-    index: int
-    group: int
-    cohort: int
-    blocks: Sequence[Block]
-    step: int = 0
-    has_roots: bool = False
+    index: int  # index among the optimizer's units
+    group: int  # index of the blocks' parameter group
+    cohort: int  # index of the set of parameters that had their first gradient in the same step
+    blocks: Sequence[Block]  # the blocks; all of one shape, type and device
+    step: int = 0  # steps taken so far
+    has_roots: bool = False  # whether its roots were computed; they are zeros before
     shape: tuple[int, int] = field(init=False)
     dtype: torch.dtype = field(init=False)
 

@@ -469,11 +469,7 @@ def _deal(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def _resolve_nodes(nodes: Sequence[Sequence[int]] | None, group: Group) -> list[list[int]]:
-    """Return the ranks of each node, by default those of one host (a collective).
-
-    Raises:
-        ValueError: They do not contain each rank once.
-    """
+    """Return the ranks of each node, by default those of one host (a collective)."""
     if nodes is None:
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(group.all_gather_object(here())):

@@ -20,13 +20,10 @@ BASES = ("left_basis", "right_basis")
 
 
 class Eigenbasis(SecondOrder):
-    """Keeps the mean of gradients in the eigenbases of the factors.
+    """Keeps the mean of gradients in the eigenbases of the factors."""
 
-    A refresh rotates it, so it is not projected in each step.
-
-    The first job of a unit is an eigendecomposition, later ones are a step of orthogonal iteration
-    from the bases of that time.
-    """
+    # The first job of a unit is an eigendecomposition, later ones are a step of orthogonal
+    # iteration from the bases of that time.
 
     is_sorted = True
     """Whether a refresh orders columns by their eigenvalues."""

@@ -470,11 +470,7 @@ class Refresher:
         self.stats.refreshes += 1
 
     def _await(self, unit: int, seconds: float) -> BaseException | None:
-        """Wait for the job; return its error.
-
-        Raises:
-            GossipError: It is not done after the timeout.
-        """
+        """Wait for the job; return its error."""
         job = self._units[unit].job
         assert job is not None
         try:
@@ -529,11 +525,10 @@ class Refresher:
 
 
 class _Workers:
-    """Threads that compute one job at a time, on one core each, at lower priority than training.
+    """Threads that compute one job at a time, on one core each, at lower priority than training."""
 
-    They start with the first job. They are daemons that `close` or the end of the process joins for
-    some seconds: a job that hangs must not keep a process from ending.
-    """
+    # Daemons that `close` or the end of the process joins for some seconds: a job that hangs must
+    # not keep a process from ending.
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -619,11 +614,7 @@ def _recorded(recorder: Recorder, compute: Compute, unit: int, step: int) -> Val
 
 @torch.no_grad()
 def _checked(compute: Compute) -> tuple[Tensor, ...]:
-    """Return its result if finite; contiguous, so that products equal those of a copy bit for bit.
-
-    Raises:
-        ArithmeticError: It is not finite.
-    """
+    """Its result, if finite; contiguous, so that products equal those of a copy bit for bit."""
     value = tuple(tensor.contiguous() for tensor in compute())
     for tensor in value:
         if not bool(tensor.isfinite().all()):

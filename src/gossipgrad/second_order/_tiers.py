@@ -109,11 +109,9 @@ class _Entry:
     period: int | None = None
 
     def next_use(self, now: int) -> int:
-        """The expected time of its next use: a period after the last one.
-
-        An overdue entry is expected after another such time. An entry used once is expected last:
-        in the first pass over the keys the newest one is needed last.
-        """
+        """The expected time of its next use: a period after the last one."""
+        # An overdue entry is expected after another such time. One used once is expected last: in
+        # the first pass over the keys the newest one is needed last.
         if self.period is None:
             return _FAR + self.last
         if self.last + self.period > now:
@@ -337,16 +335,7 @@ class Store:
         return True
 
     def _make_room(self, tier: int, size: int, before: int | None = None) -> None:
-        """Move tensors that are needed last to a lower tier, until so many bytes fit.
-
-        Args:
-            tier: The tier.
-            size: Bytes.
-            before: Do not move tensors needed before this time.
-
-        Raises:
-            RuntimeError: Not enough can be moved, or writing fails.
-        """
+        """Move tensors that are needed last to a lower tier, until so many bytes fit."""
         budget = self._budgets[tier]
         if budget is None:
             return
@@ -460,10 +449,9 @@ def _end(hints: "queue.SimpleQueue[Any]", file: "_File | None") -> None:
 
 
 class _File:
-    """Slots in an unnamed file, read and written by position.
+    """Slots in an unnamed file, read and written by position."""
 
-    Not mapped into memory: a full or failing disk then raises an error instead of SIGBUS.
-    """
+    # Not mapped into memory: a full or failing disk then raises an error instead of SIGBUS.
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
