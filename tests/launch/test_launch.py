@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gossipgrad.cli import main
+from support.launched import press_ctrl_c, when
 from support.waiting import HANG_SECONDS, until
 
 # Does not load torch, so that it starts at once; leaves what it sees in a file of its rank.
@@ -149,10 +152,21 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """The exit code, what was printed, and the errors."""
-    out, errors = launcher.communicate(timeout=HANG_SECONDS)
-    return launcher.returncode, out, errors
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture) -> Run:
+    """Run the command in this process, which has torch loaded.
+
+    Returns the exit code, what was printed, and the errors.
+    """
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["launch", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return run
 
 
 def seen(folder: Path, rank: int) -> dict[str, str]:
@@ -169,8 +183,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_workers_get_the_environment_of_torchrun(script: Path, tmp_path: Path):
-    code, _, errors = finish(start("--nproc", 2, script, tmp_path, "x,x", "--lr", 3))
+def test_workers_get_the_environment_of_torchrun(run: Run, script: Path, tmp_path: Path):
+    code, _, errors = run("--nproc", 2, script, tmp_path, "x,x", "--lr", 3)
     first, second = seen(tmp_path, 0), seen(tmp_path, 1)
     assert (code, errors) == (0, "")
     assert second["argv"] == ["x,x", "--lr", "3"]
@@ -189,43 +203,43 @@ def test_workers_get_the_environment_of_torchrun(script: Path, tmp_path: Path):
     ],
 )
 def test_a_worker_that_fails_is_named_and_the_others_finish(
-    script: Path, tmp_path: Path, ends: str, code: int, named: str
+    run: Run, script: Path, tmp_path: Path, ends: str, code: int, named: str
 ):
-    ended, _, errors = finish(start("--nproc", 3, script, tmp_path, ends))
+    ended, _, errors = run("--nproc", 3, script, tmp_path, ends)
     assert ended == code
     assert sum(line.startswith(f"gossipgrad: {named}") for line in errors.splitlines()) == 1
     finished = [rank for rank, what in enumerate(ends.split(",")) if what == "x"]
     assert sorted(tmp_path.glob("done*")) == [tmp_path / f"done{rank}" for rank in finished]
 
 
-def test_a_gossip_session_survives_a_killed_worker(tmp_path: Path):
+def test_a_gossip_session_survives_a_killed_worker(run: Run, tmp_path: Path):
     script = tmp_path / "gossip.py"
     script.write_text(textwrap.dedent(_GOSSIP))
-    code, out, errors = finish(start("--nproc", 3, script))
+    code, out, errors = run("--nproc", 3, script)
     assert (code, sorted(out.splitlines())) == (
         3,
         [f"[rank {rank}] rank {rank} has finished with (0, 2)" for rank in (0, 2)],
     ), errors
 
 
-def test_a_killed_worker_comes_back_as_a_joiner(tmp_path: Path):
+def test_a_killed_worker_comes_back_as_a_joiner(run: Run, tmp_path: Path):
     script = tmp_path / "joins.py"
     script.write_text(textwrap.dedent(_JOINS))
-    code, out, errors = finish(start("--nproc", 2, "--respawn", 1, script, tmp_path))
+    code, out, errors = run("--nproc", 2, "--respawn", 1, script, tmp_path)
     assert (code, sorted(out.splitlines())) == (
         0,
         ["[rank 0] rank 0 has finished with (0, 2)", "[rank 1] rank 2 has finished with (0, 2)"],
     ), errors
 
 
-def test_output_has_its_rank_or_goes_to_a_file_of_each_worker(tmp_path: Path):
+def test_output_has_its_rank_or_goes_to_a_file_of_each_worker(run: Run, tmp_path: Path):
     script = tmp_path / "prints.py"
     script.write_text("import os, sys; print('out'); sys.stderr.write(os.environ['RANK'])")
-    code, out, errors = finish(start("--nproc", 2, script))
+    code, out, errors = run("--nproc", 2, script)
     assert (code, sorted(out.splitlines())) == (0, ["[rank 0] out", "[rank 1] out"])
     assert sorted(errors.splitlines()) == ["[rank 0] 0", "[rank 1] 1"]
     for _ in range(2):  # a second run replaces them
-        code, out, errors = finish(start("--nproc", 2, "--log-dir", tmp_path / "logs", script))
+        code, out, errors = run("--nproc", 2, "--log-dir", tmp_path / "logs", script)
         assert (code, out, errors) == (0, "", "")
     logs = {log.name: sorted(log.read_text()) for log in (tmp_path / "logs").iterdir()}
     assert logs == {f"rank{rank}.log": sorted(f"out\n{rank}") for rank in (0, 1)}
@@ -236,8 +250,6 @@ def test_nproc_gpu_starts_a_worker_for_each_gpu(
 ):
     import torch
 
-    from gossipgrad.cli import main
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["launch", "--nproc", "gpu", str(script), str(tmp_path), "x,x"]) == 0
     assert seen(tmp_path, 1)["WORLD_SIZE"] == "2"
@@ -246,13 +258,12 @@ def test_nproc_gpu_starts_a_worker_for_each_gpu(
     assert "none" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(script: Path, tmp_path: Path):
-    launcher = start("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
-    pids = [int(seen(tmp_path, rank)["pid"]) for rank in (0, 1)]
-    until((tmp_path / "deaf1").exists)
-    launcher.send_signal(signal.SIGINT)
-    assert finish(launcher)[0] == 128 + signal.SIGINT
-    assert not any(map(is_running, pids))
+def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(run: Run, script: Path, tmp_path: Path):
+    marks = tmp_path / "rank0.json", tmp_path / "deaf1"
+    with when(lambda: all(mark.exists() for mark in marks), press_ctrl_c):
+        code, *_ = run("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
+    assert code == 128 + signal.SIGINT
+    assert not any(is_running(int(seen(tmp_path, rank)["pid"])) for rank in (0, 1))
 
 
 def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path):
@@ -263,16 +274,15 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path
     until(lambda: not any(map(is_running, pids)))
 
 
-def test_two_nodes_share_one_world(script: Path, tmp_path: Path):
+def test_two_nodes_share_one_world(run: Run, script: Path, tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     shared = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{port}")
     ends = "x,x,kill"
-    nodes = [
-        start(*shared, "--node-rank", node, "--nproc", nproc, script, tmp_path, ends)
-        for node, nproc in ((0, 1), (1, 2))
-    ]
-    assert [finish(node)[0] for node in nodes] == [0, 3]
+    other = start(*shared, "--node-rank", 1, "--nproc", 2, script, tmp_path, ends)
+    code, *_ = run(*shared, "--node-rank", 0, "--nproc", 1, script, tmp_path, ends)
+    other.communicate(timeout=HANG_SECONDS)
+    assert (code, other.returncode) == (0, 3)
     world = [
         tuple(seen(tmp_path, rank)[name] for name in ("GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE"))
         for rank in range(3)
@@ -293,7 +303,5 @@ def test_two_nodes_share_one_world(script: Path, tmp_path: Path):
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture):
-    from gossipgrad.cli import main
-
     assert main(["launch", *arguments]) == 2
     assert capsys.readouterr().err.startswith("gossipgrad: error: ")

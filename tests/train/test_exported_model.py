@@ -1,8 +1,6 @@
 """The exported model loads strictly into a fresh one, whatever the layout of its weights."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -121,17 +119,7 @@ def test_a_model_that_cannot_be_exported_is_refused_before_training(jobs, tmp_pa
 
 @pytest.mark.process
 def test_a_run_of_the_command_exports_tied_weights(jobs, tmp_path):
-    command = [sys.executable, "-m", "gossipgrad", "train", "--job", "exported_jobs:tied"]
     options = ["--nproc", "2", "--epochs", "1", "--out", "run", "--quiet"]
-    done = subprocess.run(
-        [*command, *options],
-        cwd=tmp_path,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    assert main(["train", "--job", "exported_jobs:tied", *options]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["model_is_consensus"]
     jobs.Tied().load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))

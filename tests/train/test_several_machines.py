@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from gossipgrad.cli import main
+from support.launched import count, press_ctrl_c, when
 from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
@@ -31,14 +33,18 @@ def free_port():
 def test_two_launchers_share_one_run_that_another_worker_joins(tmp_path):
     shared = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}", "--nproc", 1)
     shared += ("--epochs", 100_000, "--out", tmp_path / "run", "--lr", 0.01)
-    nodes = [start(*shared, "--node-rank", node) for node in (0, 1)]
-    until((tmp_path / "run" / "invitation.json").exists)
-    joiner = start("--join", tmp_path / "run", "--threads", 1)
-    until(lambda: (tmp_path / "run" / "metrics-rank2.jsonl").exists())
-    until(lambda: (tmp_path / "run" / "metrics-rank2.jsonl").stat().st_size)
-    for node in nodes:
-        node.terminate()
-    for process in (*nodes, joiner):
+    other = start(*shared, "--node-rank", 1)
+    joiner = []
+
+    def join_and_end():
+        joiner.append(start("--join", tmp_path / "run", "--threads", 1))
+        until(lambda: count(tmp_path / "run", 2))
+        other.terminate()
+        press_ctrl_c()
+
+    with when((tmp_path / "run" / "invitation.json").exists, join_and_end):
+        assert main(["train", *map(str, shared), "--node-rank", "0"]) in (0, 130)
+    for process in (other, *joiner):
         out, _ = process.communicate(timeout=HANG_SECONDS)
         assert process.returncode in (0, 143), out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -51,7 +57,5 @@ def test_two_launchers_share_one_run_that_another_worker_joins(tmp_path):
     [("--nodes", "2"), ("--rendezvous", "nowhere"), ("--nodes", "2", "--node-rank", "2")],
 )
 def test_wrong_arguments_are_one_line(arguments, capsys):
-    from gossipgrad.cli import main
-
     assert main(["train", *arguments]) == 2
     assert capsys.readouterr().err.startswith("gossipgrad: error: ")
