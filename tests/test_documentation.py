@@ -8,6 +8,7 @@ import os
 import pkgutil
 import re
 import shlex
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,13 +18,9 @@ import torch.distributed as dist
 import tyro
 
 import gossipgrad
-from gossipgrad.cli._export import ExportOptions
-from gossipgrad.cli._predict import PredictOptions
-from gossipgrad.cli._probe import ProbeOptions
-from gossipgrad.cli._report import ReportOptions
-from gossipgrad.cli._train import parse, parse_join
+from gossipgrad import cli, train
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._check import check
+from support.commands import given
 from support.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
@@ -145,12 +142,8 @@ COMMANDS += [
 ]
 
 
-PARSED = {
-    "export": ExportOptions,
-    "predict": PredictOptions,
-    "probe": ProbeOptions,
-    "report": ReportOptions,
-}
+class ParsedError(Exception):
+    """The options of a command are known and have values of the right kind."""
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
@@ -166,24 +159,31 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
     name, *options = words[words.index("gossipgrad") + 1 :]
     if options[-1] in ("--nproc", "--join", "--config"):  # a sentence about the option itself
         return
-    if name == "train" and "--join" in options:
-        assert parse_join(options) is not None
-    elif name == "train":
-        for variable in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(variable, raising=False)
-        if "--resume" in options:
-            folder = tmp_path / options[options.index("--resume") + 1]
-            folder.mkdir(parents=True)
-            TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json", {})
-        if "--job" in options:  # test_job runs such ones
-            return
-        config = parse(options)
-        config.warn_of_unused()
-        check(config, config.nproc or 4)
-    elif name in PARSED:
-        tyro.cli(PARSED[name], args=options)
-    else:
-        assert name in ("demo", "export"), command
+    if name != "train":
+
+        def parse_alone(*arguments, parse=tyro.cli, **settings):
+            parse(*arguments, **settings)
+            raise ParsedError
+
+        monkeypatch.setattr(tyro, "cli", parse_alone)
+        with pytest.raises(ParsedError):
+            cli.main([name, *options])
+        return
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for option in {"--nodes", "--node-rank", "--rendezvous"} & {*options}:  # they start workers
+        at = options.index(option)
+        del options[at : at + 2]
+    if "--resume" in options:
+        folder = tmp_path / options[options.index("--resume") + 1]
+        folder.mkdir(parents=True)
+        TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json", {})
+    config = given(*options)
+    assert config is not None
+    if not {"--join", "--resume", "--job"} & {*options}:  # test_job runs jobs
+        (tmp_path / "no folder").touch()
+        with pytest.raises(ValueError, match="no folder/run"):  # all else is checked before
+            train.run(replace(config, out=tmp_path / "no folder" / "run"))
 
 
 def anchors(page):
