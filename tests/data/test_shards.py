@@ -1,6 +1,5 @@
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,21 +34,6 @@ def test_len_counts_the_batches(num_samples, batch_size):
     assert sizes[-1] <= batch_size + 1
     assert sum(sizes) == num_samples
     assert sizes[-1] > 1 or 1 in (batch_size, num_samples)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "sizes"), [(7, [3, 4]), (8, [3, 3, 2]), (9, [3, 3, 3]), (4, [4]), (1, [1])]
-)
-def test_a_single_sample_joins_the_batch_before_it(num_samples, sizes):
-    (shard,) = shards(num_samples, 1)
-    assert [len(y) for _, y in shard.epoch(0)] == sizes
-    assert sorted(seen(shard, 0)) == list(range(num_samples))
-    assert [len(y) for _, y in shard.epoch(0, start_batch=len(sizes) - 1)] == sizes[-1:]
-
-
-def test_epoch_can_be_entered_at_any_batch():
-    (shard,) = shards(20, 1)
-    assert seen(shard, 2, start_batch=4) == seen(shard, 2)[12:]
 
 
 def test_augments_by_seed_and_epoch():
