@@ -9,12 +9,7 @@ __all__ = ["Hanging"]
 
 
 class Hanging(dist.Store):
-    """Takes questions, and answers them when its event is set.
-
-    Attributes:
-        answers: Set while it answers.
-        written: How often a value was set through it.
-    """
+    """Takes questions, and answers them when its event is set."""
 
     def __init__(self, inner: dist.Store | None = None) -> None:
         super().__init__()

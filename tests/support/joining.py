@@ -19,14 +19,7 @@ __all__ = ["Run", "run_open"]
 
 
 class Run:
-    """What the threads of a run share.
-
-    Attributes:
-        world_size: How many begin.
-        invited: Of each newcomer, set when it is.
-        address: Where they find the run.
-        store: That of the run.
-    """
+    """What the threads of a run share."""
 
     def __init__(self, world_size: int, newcomers: int) -> None:
         self.world_size = world_size

@@ -27,16 +27,7 @@ __all__ = ["Trainer", "no_gradients", "run_sessions", "train"]
 
 
 class Trainer:
-    """One rank in its session.
-
-    Attributes:
-        rank: Its number.
-        group: Of all ranks.
-        model: Its replica.
-        optimizer: What steps it.
-        session: The session, inside the context.
-        steps: How many it has begun.
-    """
+    """One rank in its session."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer, session, gradients) -> None:
         self.rank, self.group = group.rank, group

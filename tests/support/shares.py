@@ -24,20 +24,12 @@ def let_go() -> Iterator[None]:
 
 
 class One:
-    """A rank of a `Run`: what `ElasticBatches` see of a session.
-
-    Attributes:
-        rank: Its number.
-        membership: What it knows of the members.
-        batches: Its batches.
-        trained: The samples that it was given, in their order, by the epoch that they are of.
-        has_left: Whether it has left in order.
-    """
+    """A rank of a `Run`: what `ElasticBatches` see of a session."""
 
     def __init__(self, run: "Run", rank: int, membership: Membership) -> None:
         self.rank = rank
         self.membership = membership
-        self.trained: dict[int, list[list[int]]] = {}
+        self.trained: dict[int, list[list[int]]] = {}  # samples in their order, by epoch
         self.has_left = False
         self.batches = ElasticBatches(
             samples=run.samples, member=self, store=run.store, **run.settings
@@ -67,14 +59,7 @@ class One:
 
 
 class Run:
-    """Ranks over one store.
-
-    Args:
-        samples: How many there are.
-        world_size: Ranks at the start.
-        store: The store.
-        settings: Of `ElasticBatches`. They are as patient with the store as a test can be.
-    """
+    """Ranks over one store."""
 
     made: ClassVar[list["Run"]] = []
 
@@ -128,11 +113,7 @@ class Run:
                 one.batches.newest_epoch()
 
     def in_turn(self, *ranks: int, epoch: int, steps: int | None = None) -> dict[int, int]:
-        """Some ranks make so many steps each, or all that there are, in step with each other.
-
-        Returns:
-            How many steps each made before there was no more.
-        """
+        """Some ranks make so many steps each, or all that there are, in step with each other."""
         made, left = dict.fromkeys(ranks, 0), list(ranks)
         while left:
             for rank in list(left):

@@ -45,15 +45,7 @@ class Fault:
 
 @dataclass
 class Storm:
-    """A script, the same object for all ranks, and where it stands.
-
-    Attributes:
-        world_size: How many ranks.
-        topology: Who meets whom.
-        mode: Name of the mode.
-        deadline_seconds: How long its steps wait.
-        faults: What happens.
-    """
+    """A script, the same object for all ranks, and where it stands."""
 
     world_size: int
     topology: str
@@ -76,11 +68,7 @@ class Storm:
         return {r for fault in self.faults if fault.kind == "kill" for r in fault.ranks}
 
     def reach(self, rank: int, moment: str, step: int) -> None:
-        """`rank` is at a moment; what is to happen there happens.
-
-        Raises:
-            DeadError: This rank is dead, as of now or before.
-        """
+        """`rank` is at a moment; what is to happen there happens."""
         for fault in self.faults:
             if fault.ranks[0] != rank or fault.moment != moment or step < fault.step:
                 continue
@@ -97,11 +85,7 @@ class Storm:
         self.wait_while_paused(rank)
 
     def wait_while_paused(self, rank: int) -> None:
-        """Returns when nothing holds `rank` up.
-
-        Raises:
-            DeadError: This rank is dead.
-        """
+        """Returns when nothing holds `rank` up."""
         while (left := self.held_seconds(rank)) > 0 and rank not in self.dead:
             time.sleep(left)
         if rank in self.dead:
@@ -214,11 +198,7 @@ class StormyTransport:
         self._inner.close(0.0)
 
     def _alive(self) -> bool:
-        """Whether this rank lives, once nothing holds it up.
-
-        Raises:
-            DeadError: It does not, and this thread hears so for the first time; later it is to end.
-        """
+        """Whether this rank lives, once nothing holds it up."""
         try:
             self._storm.wait_while_paused(self.rank)
         except DeadError:

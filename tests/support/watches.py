@@ -23,11 +23,7 @@ class Clock:
 
 
 class HookedStore:
-    """A connection to a store; something may happen before each question, such as an error.
-
-    Attributes:
-        before: Called with what is asked (the method's name) and the key.
-    """
+    """A connection to a store; something may happen before each question, such as an error."""
 
     def __init__(self, store: dist.Store | None = None) -> None:
         self.inner = dist.HashStore() if store is None else store
