@@ -53,6 +53,13 @@ def test_errors_are_those_of_the_store_and_it_is_asked_over_a_new_connection_the
     assert asked.ask(lambda s: s.get("a")) == b"1"
 
 
+def test_a_question_after_the_end_is_an_error_at_once():
+    asked = AskedStore(dist.HashStore())
+    asked.close()
+    with pytest.raises(StoreSilentError, match="closed"):
+        asked.begin(lambda store: store.check(["a"])).result(60.0)
+
+
 SCRIPT = """
 import sys, threading, time, torch.distributed as dist
 from gossipgrad.comm import AskedStore, Heartbeats, Membership, MemberWatch

@@ -6,6 +6,7 @@ import select
 import pytest
 import torch
 
+import gossipgrad as gg
 from gossipgrad.comm import Channel, Outcome, Part
 from support.links import make_transports
 from support.processes import run_processes
@@ -54,6 +55,25 @@ def fork_beside_links(rank, store):
     for transport in transports:
         transport.close(0)
     return os.waitstatus_to_exitcode(status)
+
+
+def fork_and_close_the_session(rank, store):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gg.gossip(model, optimizer) as session:
+        if (child := os.fork()) == 0:
+            try:
+                session.close()
+                os._exit(7)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), session.agree("still there")
+
+
+def test_a_forked_child_may_close_the_session_of_its_parent():
+    found = run_processes(2, fork_and_close_the_session)
+    assert found == [(7, ["still there", "still there"])] * 2
 
 
 def test_a_forked_child_keeps_no_pipe_open_beside_links():

@@ -134,3 +134,54 @@ def test_what_is_no_model_is_refused(door):
         model = network()
     with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device.*to_empty"):
         door(model, sgd(list(model.parameters())))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_model_without_hooks_shapes_or_gradients_is_refused_by_name(door):
+    plain = network()
+    scripted = torch.jit.script(plain)
+    with pytest.raises(ValueError, match="ScriptModule"):
+        door(scripted, sgd(list(scripted.parameters())))
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'0\.weight'.*lazy"):
+        door(lazy, sgd(list(lazy.parameters())))
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match=r"session .*inference_mode"):
+            door(plain, sgd(list(plain.parameters())))
+        inferring = network()
+    with pytest.raises(ValueError, match=r"'0\.weight'.*inference_mode"):
+        door(inferring, sgd(list(inferring.parameters())))
+    door(plain, sgd(list(plain.parameters()))).close()
+
+
+class Holding(torch.optim.Optimizer):
+    """Has another optimizer make its step, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_an_optimizer_that_holds_another_is_not_stepped_to_find_its_state():
+    model = network()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(gg.GossipError, match="payload='weights'"):
+        gg.gossip(model, Holding(sgd(list(model.parameters()))), payload="weights+state")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_variables_that_another_launcher_left_are_named(door, monkeypatch):
+    model = network()
+    optimizer = sgd(list(model.parameters()))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="unset WORLD_SIZE"):
+        door(model, optimizer)
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with door(model, optimizer) as session:
+        assert session.world_size == 1

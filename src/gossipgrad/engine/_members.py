@@ -1,6 +1,7 @@
 """A session's view of the members: apply new generations, and leave."""
 
 import logging
+import os
 from typing import Any
 from weakref import finalize
 
@@ -223,8 +224,11 @@ class Members:
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
         """Leave an unclosed session at exit, with a last message to the others."""
+        process = os.getpid()
 
         def farewell() -> None:
+            if os.getpid() != process:  # a forked child that ends: the session is its parent's
+                return
             rounds.stop(0.0, _FAREWELL_SECONDS)
             self.end()
 

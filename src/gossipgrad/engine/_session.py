@@ -1,5 +1,6 @@
 """The base of every family's session, attached to the user's model and optimizers."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -113,6 +114,7 @@ class Session:
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
         self._in_consensus = self._is_closed = False
+        self._process = os.getpid()
         self._before_loads: list[Tensor] | None = None  # checksums, if a state was loaded
         self._kept: list[tuple[Tensor, Tensor]] = []  # what consensus() shows, and what it restores
         self._rounds: Rounds | None = None
@@ -541,7 +543,8 @@ class Session:
         """End the session: mix parts in flight, send LEAVE, remove all hooks; local.
 
         Waits at most ten seconds for parts in flight and ten for queued messages, and for no rank.
-        May be called twice. The other ranks continue without this one.
+        May be called twice. The other ranks continue without this one. In a forked child it leaves
+        the session to the parent.
         """
         self._close(wait_seconds=_CLOSE_SECONDS)
 
@@ -776,6 +779,12 @@ class Session:
         self.replica.close()
         if self._driver is not None:
             self._driver.drop_hooks()
+        if os.getpid() != self._process:
+            # A forked child: links and group are its parent's, and another thread may have held
+            # their locks as it was forked.
+            if self._farewell is not None:
+                self._farewell.detach()
+            return
         if self._members.given_up:
             wait_seconds = 0.0  # the others have also cancelled exchanges in flight
         try:
