@@ -74,7 +74,7 @@ def test_collectives_work_again_after_one_broke_though_all_live(breaks):
                 had.append(me.session.consensus_distance())
             return had
 
-        until(try_again, 60.0)
+        until(try_again)
         return had, me.session.membership.living
 
     found = run(3, use, heartbeats=QUICK)

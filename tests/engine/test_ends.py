@@ -77,7 +77,7 @@ def test_a_session_nobody_closed_says_leave_when_it_is_collected(payload):
             alive = weakref.ref(session)
             del session, optimizer
             # A collection that another thread has under way makes this one do nothing.
-            until(lambda: gc.collect() >= 0 and alive() is None, 60.0)
+            until(lambda: gc.collect() >= 0 and alive() is None)
             assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
             return None
 
@@ -86,7 +86,7 @@ def test_a_session_nobody_closed_says_leave_when_it_is_collected(payload):
             optimizer.step()
             return 0 not in session.membership.living
 
-        until(is_alone, 60.0)
+        until(is_alone)
         membership = session.membership
         session.close()
         return membership

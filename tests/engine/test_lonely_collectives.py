@@ -17,7 +17,7 @@ import gossipgrad as gg
 from gossipgrad.comm import ScriptedDeathError
 from support.deaths import QUICK, run_mortals
 from support.sessions import run_sessions
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 
 def run(world_size, use, **settings):
@@ -77,7 +77,7 @@ def test_the_consensus_of_one_that_an_exception_left_alone_is_said_to_be_its_own
     def main(me):
         me.train(3)
         if me.rank == 1:
-            assert when == "before" or ready.wait(60.0)
+            assert when == "before" or ready.wait(HANG_SECONDS)
             me.session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
             raise ScriptedDeathError("not of the test")
         if when == "before":
@@ -112,7 +112,7 @@ def test_whoever_does_not_come_is_named(connected, caplog, monkeypatch):
     def named():
         return [r.message for r in caplog.records if "session.consensus()" in r.message]
 
-    threading.Thread(target=lambda: (until(lambda: len(named()) >= 2, 30), come.set())).start()
+    threading.Thread(target=lambda: (until(lambda: len(named()) >= 2), come.set())).start()
     run(4 if not connected else 3, use)
     assert come.is_set()
     assert len(named()) == 2, "each rank that waits says so once"
@@ -166,7 +166,7 @@ def test_a_rank_that_comes_when_the_others_have_given_up_gets_an_error_once(sees
                     me.session.close()
             gave_up.set()
             return
-        assert gave_up.wait(60.0)
+        assert gave_up.wait(HANG_SECONDS)
         if sees_it:
             me.train_until(lambda: me.session.membership.living == (1,))
         before = me.weights()
@@ -215,7 +215,7 @@ def test_a_collective_in_a_signal_handler_is_refused(when):
                 os.kill(os.getpid(), signal.SIGUSR1)
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            until(lambda: len(refused) == 3, 60.0)
+            until(lambda: len(refused) == 3)
             assert session.consensus_state_dict() is not None, "the program itself may call it"
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -133,7 +133,7 @@ def test_a_rank_that_was_stopped_sees_its_eviction_before_it_sends():
             watch, channel = me.session._members.watch, me.session._rounds.channel
             fall_silent(me.session)  # as if the process was stopped: no beat, no send
             take_for_dead(me.session, 1)
-            until(lambda: others and 1 not in others[0]().living, 60)
+            until(lambda: others and 1 not in others[0]().living)
             watch._confirmed_seconds -= PATIENT.lease_seconds
             watch._stopped = False
             watch.start()

@@ -139,7 +139,7 @@ def test_memory_is_stated_and_bounded():
     def use(me):
         me.train(6)
         stats = me.session.stats
-        until(lambda: stats().bytes_received == stats().bytes_sent, 60.0)
+        until(lambda: stats().bytes_received == stats().bytes_sent)
         return stats()
 
     make = lambda rank: network(dtype=torch.bfloat16)  # noqa: E731

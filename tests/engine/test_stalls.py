@@ -55,9 +55,9 @@ def test_heartbeats_begin_before_the_model_is_sent(monkeypatch):
 
     def send_slowly(group, tensor, source=None):
         if tensor.numel() > 1:
-            entered.wait(60.0)
+            entered.wait(HANG_SECONDS)
             before = group.store.written
-            until(lambda: group.store.written > before + 3, 60.0)
+            until(lambda: group.store.written > before + 3)
         return send(group, tensor, source)
 
     monkeypatch.setattr(Group, "broadcast_", send_slowly)
@@ -77,12 +77,12 @@ def test_nobody_waits_for_a_rank_whose_lease_ends_while_it_waits(topology, world
             stores[1].answers.clear()
 
             def end_wait():
-                until(lambda: not me.session._members.watch.is_member(), 60.0)
+                until(lambda: not me.session._members.watch.is_member())
                 is_over.set()
 
             threading.Thread(target=end_wait, daemon=True).start()
         else:
-            assert is_over.wait(60.0)
+            assert is_over.wait(HANG_SECONDS)
         me.train()
         stores[1].answers.set()
         me.train(8)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from gossipgrad.report import ReportServer
+from support.waiting import HANG_SECONDS
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def serving(folder, **options):
 
 
 def fetch(url):
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=HANG_SECONDS) as answer:
         return answer.read().decode(), answer.headers
 
 

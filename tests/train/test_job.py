@@ -290,12 +290,12 @@ def test_sigterm_to_all_processes_at_once_keeps_the_run(project: Path):
     with subprocess.Popen(
         [*command, *options], cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as running:
-        until(lambda: min(count(project / "run", rank) for rank in (0, 1)) > 2, timeout_seconds=240)
+        until(lambda: min(count(project / "run", rank) for rank in (0, 1)) > 2)
         processes = descendants(running.pid)
         assert len(processes) >= 2 + 3, "two ranks, one's two workers, and what forked these"
         for pid in (running.pid, *processes):
             os.kill(pid, signal.SIGTERM)
-        _, told = running.communicate(timeout=240)
+        _, told = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 128 + signal.SIGTERM, told
     found = summary(project / "run")
     assert (found["interrupted"], found["lost_ranks"]) == (True, [])

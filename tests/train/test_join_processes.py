@@ -45,7 +45,7 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
 
     def grow_and_shrink():
         joining = [start_join(tmp_path) for _ in range(3)]
-        until(lambda: all(count(tmp_path, rank) > 10 for rank in (3, 4, 5)), 100)
+        until(lambda: all(count(tmp_path, rank) > 10 for rank in (3, 4, 5)))
         told["mode"] = (tmp_path / "invitation.json").stat().st_mode & 0o777
         for one in joining:
             one.send_signal(signal.SIGINT)
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path
         ]
         for thread in threads:
             thread.start()
-        until(lambda: all(count(tmp_path, rank) > 5 for rank in (2, 3)), 100)
+        until(lambda: all(count(tmp_path, rank) > 5 for rank in (2, 3)))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for thread in threads:

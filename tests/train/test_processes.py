@@ -252,7 +252,7 @@ def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
     def freeze_and_insist():
         stop(1)()
         press_ctrl_c()
-        until(lambda: "stopping at the next step" in capfd.readouterr().err, 60)
+        until(lambda: "stopping at the next step" in capfd.readouterr().err)
         press_ctrl_c()
 
     with after_steps(tmp_path, 20, freeze_and_insist):

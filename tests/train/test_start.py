@@ -72,7 +72,7 @@ def test_rank_0_keeps_the_store_until_the_others_have_read_that_it_refuses(store
     thread = threading.Thread(target=refuse)
     thread.start()
     (other,) = take_part(1, out=tmp_path)
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     assert other.exit_code == 2
     assert ended.is_set()
     assert read == [1]

@@ -47,7 +47,7 @@ def test_an_explicit_number_of_workers_wins_in_a_batch_script_of_slurm():
 def test_a_batch_script_of_slurm_starts_the_workers_that_it_asks_for(tmp_path, monkeypatch):
     for name, value in {"PROCID": "0", "NTASKS": "4", "JOB_ID": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    options = {"start_seconds": 60.0, "quiet": True}
+    options = {"start_seconds": HANG_SECONDS, "quiet": True}
     outcome = run(TrainConfig(nproc=2, epochs=1, out=tmp_path / "run", **options))
     assert outcome.exit_code == 0
     assert outcome.summary is not None
