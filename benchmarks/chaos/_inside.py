@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def _keeping_result(train_rank: Callable[..., Any], folder: Path, rank: int) -> 
     def keeping(*arguments: Any, **named: Any) -> Any:
         result = train_rank(*arguments, **named)
         partial = folder / f"result-rank{rank}.partial"
-        partial.write_text(json.dumps(result.to_json()))
+        partial.write_text(json.dumps(asdict(result)))
         partial.replace(folder / f"result-rank{rank}.json")
         return result
 

@@ -10,6 +10,7 @@ import torch
 from gossipgrad.data import Dataset
 from gossipgrad.train import Job, TrainConfig
 from gossipgrad.train._folder import RunDir, claim
+from gossipgrad.train._join import invite
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._result import RankResult
 from gossipgrad.train._tasks import load_job
@@ -23,7 +24,7 @@ def begin_alone(out: Path, **options: Any) -> tuple[TrainConfig, RunDir]:
     run_dir = claim(out, name="", overwrite=True)
     config = TrainConfig(**{"strategy": "local", **options}).named()
     config = config.resolved(nproc=1, out=run_dir.path)
-    config.write(run_dir.config, {})
+    config.write(run_dir.config)
     return config, run_dir
 
 
@@ -50,6 +51,7 @@ def train_alone(
             world_size=rank + 1,
             stop=stop or threading.Event(),
             emit=emit,
+            invite=invite,
         )
     finally:
         torch.set_num_threads(threads)

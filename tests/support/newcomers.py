@@ -1,5 +1,6 @@
 """Runs of the command that others join: ranks in threads, with samples that can be held up."""
 
+import json
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,11 +12,9 @@ from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import TrainConfig, config_of_run
 from gossipgrad.train._folder import claim
-from gossipgrad.train._invitation import Invitation
-from gossipgrad.train._joiner import RunJoiner
+from gossipgrad.train._join import RunJoiner, invite
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._state import reopen
-from gossipgrad.train._versions import versions
 from support.jobs import job_of
 from support.launched import count
 from support.waiting import HANG_SECONDS, until
@@ -110,7 +109,7 @@ class Run:
             config = TrainConfig(nproc=2, **usual | options)
         self.config = config.resolved(nproc=2, out=self.run_dir.path)
         if not resumed:
-            self.config.write(self.run_dir.config, versions())
+            self.config.write(self.run_dir.config)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stop = threading.Event()
         self.events, self.results, self.threads = [], {}, []
@@ -182,11 +181,12 @@ class Run:
             stop=self.stop,
             emit=self.events.append,
             groups=lambda name: Group(dist.PrefixStore(name, store), rank, 2),
+            invite=invite,
         )
 
     def _join(self, leave, emit):
-        invited = Invitation.read(self.run_dir)
-        newcomer = RunJoiner(invited.address, self.run_dir, stop=leave, emit=emit)
+        invited = json.loads(self.run_dir.invitation.read_text())
+        newcomer = RunJoiner(invited["address"], self.run_dir, stop=leave, emit=emit)
         config = TrainConfig.from_file(self.run_dir.config, same_run=True)
         try:
             return train_rank(
@@ -198,6 +198,7 @@ class Run:
                 stop=leave,
                 emit=emit,
                 joiner=newcomer,
+                invite=invite,
             )
         finally:
             newcomer.close()

@@ -20,6 +20,7 @@ from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig, _state, config_of_run
 from gossipgrad.train._folder import RunDir, claim
+from gossipgrad.train._join import invite
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._state import reopen
 from gossipgrad.train._tasks import load_job
@@ -127,7 +128,7 @@ def _prepare(folder: Path, act: Act, world_size: int) -> dict[str, Any]:
         given = dataclasses.replace(config_of_run(path), nproc=nproc, **act.options)
         config, run_dir = reopen(given)
     config = config.resolved(nproc=nproc, out=path)
-    config.write(run_dir.config, {})
+    config.write(run_dir.config)
     return config.to_json()
 
 
@@ -155,5 +156,6 @@ def _train(
         stop=stop,
         emit=events.append,
         groups=groups,
+        invite=invite,
     )
-    return {"result": result.to_json(), "events": events}
+    return {"result": dataclasses.asdict(result), "events": events}

@@ -2,13 +2,17 @@
 
 import json
 import threading
+from contextlib import ExitStack
+from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train import Outcome, RunFailedError, TrainConfig, _ending
-from gossipgrad.train._ending import Ending
-from gossipgrad.train._folder import RunDir
+from gossipgrad.comm import AskedStore
+from gossipgrad.report import write_report
+from gossipgrad.train import Outcome, RunFailedError, TrainConfig, _finish
+from gossipgrad.train._finish import Ends, finish
+from gossipgrad.train._folder import RunDir, held
 from support.hanging_store import Hanging
 from support.results import result
 from support.waiting import HANG_SECONDS, until
@@ -35,8 +39,7 @@ class Dead(BaseException):
 
 
 @pytest.fixture(params=["store", "no store", "store that hangs"])
-def store(request, monkeypatch):
-    monkeypatch.setattr(_ending, "_STORE_SECONDS", 0.1 if request.param.endswith("hangs") else 60.0)
+def store(request):
     made = {"store": dist.HashStore, "no store": Gone, "store that hangs": Hanging}[request.param]()
     yield made
     if isinstance(made, Hanging):
@@ -46,42 +49,48 @@ def store(request, monkeypatch):
 class Run:
     """Ranks at their end, as threads."""
 
-    def __init__(self, path, *, silent_seconds=60.0):
+    def __init__(self, path):
         self.run_dir = RunDir(path)
         self.run_dir.partial.mkdir()
-        config = TrainConfig(epochs=1, lost_after_seconds=silent_seconds)
-        self.config = config.resolved(nproc=RANKS, out=path)
-        self.config.write(self.run_dir.config, {})
+        self.config = TrainConfig(epochs=1).resolved(nproc=RANKS, out=path)
+        self.config.write(self.run_dir.config)
         self.ends = {}
-        self._threads = []
+        self._locks, self._threads = {}, []
 
-    def come(self, store, rank):
-        return Ending(self.config, self.run_dir, store, rank)
+    def come(self, *ranks):
+        """They live from now on."""
+        for rank in ranks:
+            self._locks[rank] = ExitStack()
+            self._locks[rank].enter_context(held(self.run_dir.rank_lock(rank)))
+
+    def die(self, rank):
+        self._locks[rank].close()
+
+    def handed(self, store):
+        seconds = 0.1 if isinstance(store, Hanging) else HANG_SECONDS
+        return Ends(self.run_dir, AskedStore(store, timeout_seconds=seconds))
 
     def end(self, store, rank, **changes):
         """A rank reaches its end, and waits for what comes of the run."""
 
         def main():
-            own = result(rank, **changes)
             self.run_dir.rank_model(rank).write_bytes(b"")
-            ending = self.come(store, rank)
-            ending.hand_in({"result": own.to_json()})
+            end = self.handed(store).hand_in(rank, {"result": asdict(result(rank, **changes))})
             try:
-                self.ends[rank] = ending.finish()
+                self.ends[rank] = finish(self.config, self.handed(store), rank, end)
             except RunFailedError as error:
                 self.ends[rank] = error
             except Dead:
                 pass
             finally:
-                ending.close()
+                self.die(rank)
 
         self._threads.append(threading.Thread(target=main))
         self._threads[-1].start()
 
     def fail(self, store, rank, cause):
-        ending = self.come(store, rank)
-        ending.hand_in({"cause": cause})
-        ending.close()
+        self.handed(store).hand_in(rank, {"cause": cause})
+        self.die(rank)
 
     def all(self):
         """What each came to: the summary if it put the run together."""
@@ -95,24 +104,28 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
+def run(tmp_path):
     return Run(tmp_path)
 
 
 def test_the_lowest_rank_puts_it_together_and_the_others_go(run, store):
+    run.come(*range(RANKS))
     for rank in range(RANKS):
         run.end(store, rank)
     summary, *others = run.all().values()
     assert others == [None] * 3
     assert json.loads(run.run_dir.summary.read_text()) == summary
     assert (summary["lost_ranks"], summary["steps_per_rank"]) == ([], [10] * 4)
+    assert summary["accuracy_per_rank"] == [0.5, 0.625, 0.75, 0.875]
+    assert summary["bytes_sent_per_step"] == 250.0, "mean over ranks"
+    assert summary["notes"] == [f"rank {rank}: note {rank}" for rank in range(RANKS)]
     assert run.run_dir.model.exists()
     assert run.run_dir.report.exists()
     assert not run.run_dir.partial.exists()
 
 
 def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run, store):
+    run.come(1, 2, 3)
     run.end(store, 3, lost={"0": LOSS})
     run.fail(store, 1, "failed: no memory")
     run.end(store, 2, lost={"0": LOSS})
@@ -122,34 +135,30 @@ def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run, store):
         "0": "was taken for dead: no sign of life for 10 s",
         "1": "failed: no memory",
     }
+    assert ends[2]["losses"]["0"]["when_seconds"] == 1.0
     assert ends[2]["losses"]["1"]["when_seconds"] > 1e9
+    assert ends[2]["accuracy_per_rank"] == [None, None, 0.75, 0.875]
     assert ends[2]["model_from_rank"] == 2
 
 
-def test_one_that_never_comes_is_lost_when_its_process_is_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.05)
-    run, store = Run(tmp_path, silent_seconds=2.0), dist.HashStore()
-    evaluates = run.come(store, 0)
+def test_one_that_evaluates_is_awaited_until_its_process_is_over(run):
+    store = dist.HashStore()
+    run.come(*range(RANKS))
     for rank in (1, 2):
         run.end(store, rank)
-    run._threads[0].join(4.0)
+    until(lambda: run.run_dir.rank_result(1).exists() and run.run_dir.rank_result(2).exists())
+    run.die(3)
     assert not run.ends, "rank 0 lives, and is awaited"
-    evaluates.close()  # as its process dies
+    run.die(0)
     ends = run.all()
     assert ends[1]["lost_ranks"] == [0, 3]
     assert ends[2] is None
 
 
 def test_when_it_dies_over_it_the_next_one_puts_it_together(run, monkeypatch):
-    store, inner, dead = dist.HashStore(), _ending.finish, []
-
-    def die(*arguments):
-        if not dead:
-            dead.append(True)
-            raise Dead
-        return inner(*arguments)
-
-    monkeypatch.setattr(_ending, "finish", die)
+    store = dist.HashStore()
+    monkeypatch.setattr(_finish, "summarize", _dying_once(_finish.summarize))
+    run.come(*range(RANKS))
     for rank in range(RANKS):
         run.end(store, rank)
     ends = run.all()
@@ -159,34 +168,77 @@ def test_when_it_dies_over_it_the_next_one_puts_it_together(run, monkeypatch):
     assert run.run_dir.model.exists()
 
 
+def _dying_once(inner):
+    dead = []
+
+    def dies(*arguments, **options):
+        if not dead:
+            dead.append(True)
+            raise Dead
+        return inner(*arguments, **options)
+
+    return dies
+
+
 def knows(*joined, **changes):
     return {"joined": {str(rank): HOW for rank in joined}, **changes}
 
 
 def test_those_who_joined_are_awaited_and_counted(run):
     store = dist.HashStore()
-    run.end(store, 4, **knows(4, 5, 6, steps=5, left=True, stopped=True))
+    run.come(*range(RANKS + 4))
+    run.end(store, 4, **knows(4, 5, 6, 7, steps=5, left=True, stopped=True))
     run.fail(store, 5, "failed: no memory")
-    lives = run.come(store, 6)
+    run.run_dir.rank_joined(7).write_text('{"step": 40}')
+    run.run_dir.metrics(7).write_text('{"event": "step", "step": 65, "samples": 400}\n')
+    run.die(7)
     for rank in range(RANKS):
-        run.end(store, rank, **knows(4, 5, 6))
-    run._threads[1].join(0.5)
+        run.end(store, rank, **knows(4, 5, 6, 7))
+    until(lambda: all(run.run_dir.rank_result(rank).exists() for rank in range(RANKS)))
     assert not run.ends.get(0), "rank 6 lives"
-    run.end(store, 6, **knows(4, 5, 6))
-    until(run.run_dir.rank_result(6).exists)
-    lives.close()
-    ends = run.all()
-    assert [one["end"] for one in ends[0]["joined"]] == ["left", "lost", "finished"]
-    assert ends[0]["lost_because"] == {"5": "failed: no memory"}
-    assert not ends[0]["interrupted"], "the run went on without the one that left"
-    assert ends[6] is None
+    run.end(store, 6, **knows(4, 5, 6, 7))
+    summary = run.all()[0]
+    ends = [(one["rank"], one["end"], one["steps"]) for one in summary["joined"]]
+    assert ends == [(4, "left", 5), (5, "lost", 0), (6, "finished", 10), (7, "lost", 25)]
+    assert summary["world_size"] == RANKS
+    assert summary["steps_per_rank"] == [10] * 4 + [5, None, 10, None]
+    assert summary["lost_because"]["5"] == "failed: no memory"
+    assert not summary["interrupted"], "the run went on without the one that left"
+    assert run.ends[6] is None
+    assert "Rank 7 joined from rank 1" in write_report(run.run_dir.path).read_text()
 
 
 def test_those_who_joined_put_it_together_when_all_others_are_lost(run, store):
     lost = {str(rank): LOSS for rank in range(RANKS)}
+    run.come(4, 5)
     for rank in (5, 4):
         run.end(store, rank, **knows(4, 5, lost=lost))
     ends = run.all()
     assert ends[5] is None
     assert ends[4]["lost_ranks"] == [0, 1, 2, 3]
     assert ends[4]["steps_per_rank"] == [None] * 4 + [10, 10]
+
+
+def test_what_a_rank_hands_in_is_found_where_the_folder_takes_nothing(run):
+    run.come(*range(RANKS))
+    run.run_dir.rank_result(1).mkdir()  # as on a disk that is full
+    store = dist.HashStore()
+    for rank in range(RANKS):
+        run.end(store, rank)
+    assert run.all()[0]["lost_ranks"] == []
+
+
+def test_what_no_rank_has_learned_of_goes_with_a_failed_run(run):
+    run.run_dir.invitation.touch()
+    run.run_dir.rank_joined(4).touch()
+    ends = run.handed(dist.HashStore())
+    ends.clean_up(range(RANKS))
+    assert run.run_dir.partial.exists(), "of one that joined, and trains"
+    assert not run.run_dir.invitation.exists()
+    run.run_dir.rank_joined(4).unlink()
+    ends.hand_in(1, {"result": asdict(result(1))})
+    ends.clean_up(range(RANKS))
+    assert run.run_dir.partial.exists(), "the result of rank 1"
+    ends.hand_in(1, {"cause": "failed: no memory"})
+    ends.clean_up(range(RANKS))
+    assert not run.run_dir.partial.exists()

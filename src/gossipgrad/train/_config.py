@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import math
+import platform
 import secrets
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +39,7 @@ DEFAULT_LR = {
 }
 _MOST_THREADS = 1024
 # What config.json holds beside the options.
-_NOTES = ("lr_formula", "strategy_is", "unused", "versions")
+_NOTES = ("strategy_is", "unused", "versions")
 _PATHS = ("out", "data_dir", "resume")
 # Of a start, and not of the run.
 _OF_A_START = ("out", "overwrite", "resume", "resume_step")
@@ -423,14 +426,21 @@ class TrainConfig:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def text(self, versions: dict[str, str]) -> str:
-        """What `config.json` holds: options, which of them are not used, the rate, versions."""
+    def text(self) -> str:
+        """What `config.json` holds: options, which of them are not used, versions."""
         unused = [f"{section}.{name}".lstrip(".") for section, name, _ in self._unused()]
-        strategy_is = self.traits.describe(self.strategy_options)
-        values = self.learning_rate.formula, strategy_is, unused, versions
-        notes = dict(zip(_NOTES, values, strict=True))
-        return json.dumps({**self.to_json(), **notes}, indent=2) + "\n"
+        values = self.traits.describe(self.strategy_options), unused, versions()
+        return json.dumps({**self.to_json(), **dict(zip(_NOTES, values, strict=True))}, indent=2)
 
-    def write(self, path: Path, versions: dict[str, str]) -> None:
+    def write(self, path: Path) -> None:
         """Write `config.json`, so that there is this one or that before, come what may."""
-        write_whole(path, self.text(versions))
+        write_whole(path, self.text() + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the figures."""
+    found = {"python": platform.python_version()}
+    for package in ("gossipgrad", "torch", "numpy", "safetensors"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

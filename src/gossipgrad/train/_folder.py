@@ -1,6 +1,5 @@
 """The folder of a run: its files, who holds it, and whether all ranks see the same one."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from torch import Tensor, nn
 
@@ -24,7 +22,7 @@ _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 _FILES = re.compile(
     r"""(config|summary)\.json(\.partial)?
     | (model|best)\.safetensors(\.partial)? | trace\.json | report\.html
-    | invitation\.(json|partial)
+    | invitation\.json(\.partial)?
     | (former/)?metrics-rank\d+(-\d+)?\.jsonl
     | errors-(rank|join)\d+\.txt
     | evicted-rank\d+(-\d+)?\.safetensors
@@ -32,6 +30,14 @@ _FILES = re.compile(
     | partial/(opened|resumes|(result|joined|model|trace|lives)-rank\d+(\.\w+)+)""",
     re.VERBOSE,
 )
+_POLL_SECONDS = 0.05
+# A process that was killed may hold its lock for a moment longer.
+_PATIENCE_SECONDS = 1.0
+# A network file system may show a new file to other machines after a while.
+_VISIBLE_SECONDS = 15.0
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# What a file of a model has beside the values: less than this a tensor, and once more.
+_HEADER_BYTES = 1024
 
 
 class RunDir:
@@ -55,7 +61,6 @@ class RunDir:
         self.resumes = self.partial / "resumes"
 
     def metrics(self, rank: int) -> Path:
-        """Metrics of a rank, one JSON object a line."""
         return self.path / f"metrics-rank{rank}.jsonl"
 
     def metrics_ranks(self) -> list[int]:
@@ -67,24 +72,26 @@ class RunDir:
         """Traceback of a rank that failed."""
         return self.path / f"errors-rank{rank}.txt"
 
+    def join_errors(self, pid: int) -> Path:
+        """Traceback of a process that could not join."""
+        return self.path / f"errors-join{pid}.txt"
+
     def evicted_model(self, rank: int) -> Path:
         """Free for the weights of a rank that the others had given up while it hung."""
-        return free(self.path / f"evicted-rank{rank}.safetensors")
+        return _free(self.path / f"evicted-rank{rank}.safetensors")
 
-    def former_metrics(self, rank: int) -> Path:
-        """Free for what a rank wrote that the run has gone on without."""
-        return free(self.path / "former" / self.metrics(rank).name)
+    def put_aside(self, rank: int) -> None:
+        """Move the metrics of a rank that the run goes on without into `former`."""
+        if self.metrics(rank).exists():
+            former = self.path / "former"
+            former.mkdir(exist_ok=True)
+            self.metrics(rank).rename(_free(former / self.metrics(rank).name))
 
     def tensorboard(self, rank: int) -> Path:
-        """TensorBoard event files of a rank."""
         return self.path / "tensorboard" / f"rank{rank}"
 
-    def join_errors(self, number: int) -> Path:
-        """Traceback of a worker that could not join, by the id of its process."""
-        return self.path / f"errors-join{number}.txt"
-
     def rank_result(self, rank: int) -> Path:
-        """What a rank hands in, where it has no launcher that all hear."""
+        """What a rank hands in."""
         return self.partial / f"result-rank{rank}.json"
 
     def rank_lock(self, rank: int) -> Path:
@@ -96,19 +103,14 @@ class RunDir:
         return self.partial / f"joined-rank{rank}.json"
 
     def rank_model(self, rank: int) -> Path:
-        """What a rank has for export."""
         return self.partial / f"model-rank{rank}.safetensors"
 
     def rank_trace(self, rank: int) -> Path:
-        """Spans of a rank."""
         return self.partial / f"trace-rank{rank}.jsonl"
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is something to lose: a run under way, or what one has reached.
-
-        Options and tracebacks alone are left by a start that failed.
-        """
+        """Whether there is something to lose: more than what a start that failed leaves."""
         reached = [self.summary, self.model]
         for pattern in ("metrics-rank*.jsonl", "evicted-rank*.safetensors"):
             reached += self.path.glob(pattern)
@@ -131,18 +133,15 @@ class RunDir:
     @property
     def is_run(self) -> bool:
         """Whether the folder is that of a run: `config.json` is one that the command wrote."""
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             content = json.loads(self.config.read_text())
             return isinstance(content, dict) and {"strategy", "versions"} <= content.keys()
         return False
 
     def files(self) -> list[Path]:
         """What is there under a name that a run gives its files."""
-        found = (
-            path
-            for pattern in ("*", "former/*", "partial/*", "tensorboard/*/*")
-            for path in self.path.glob(pattern)
-        )
+        patterns = ("*", "former/*", "partial/*", "tensorboard/*/*")
+        found = (path for pattern in patterns for path in self.path.glob(pattern))
         return [path for path in found if _FILES.fullmatch(path.relative_to(self.path).as_posix())]
 
     def check_replaceable(self) -> None:
@@ -159,20 +158,18 @@ class RunDir:
 
     def remove_partial(self) -> None:
         """Remove what ranks left to be put together, and invite nobody any more."""
-        with contextlib.suppress(OSError):
-            self.invitation.unlink()
-        for file in self.files():
-            if file.parent == self.partial:
-                with contextlib.suppress(OSError):
+        for file in (self.invitation, *self.files()):
+            if file == self.invitation or file.parent == self.partial:
+                with suppress(OSError):
                     file.unlink()
-        with contextlib.suppress(OSError):  # where somebody else keeps something there, it stays
+        with suppress(OSError):  # where somebody else keeps something there, it stays
             self.partial.rmdir()
 
     def clear(self) -> None:
         """Remove the files of an earlier run, and those alone; not the lock of who does this."""
         self.remove_partial()
         checkpoint.remove_all(self.checkpoints)
-        with contextlib.suppress(OSError):  # the same
+        with suppress(OSError):  # the same
             self.checkpoints.rmdir()
         for file in self.files():
             file.unlink()
@@ -186,11 +183,6 @@ class RunDir:
         self.partial.mkdir(exist_ok=True)
         self.resumes.touch()
 
-    def remove_end(self) -> None:
-        """Remove what an end has put together, of a run that goes on."""
-        for file in (self.summary, self.model, self.trace, self.report):
-            file.unlink(missing_ok=True)
-
 
 def claim(
     out: Path | None,
@@ -201,29 +193,25 @@ def claim(
 ) -> RunDir:
     """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None."""
     try:
-        if out is None:
-            number = 1
-            while True:
-                folder = RunDir(Path("runs") / f"{name}-{number}")
-                try:
-                    folder.path.mkdir(parents=True)
-                    hold(folder)
-                    break
-                except FileExistsError:
-                    number += 1
-        else:
-            folder = RunDir(out)
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.check_replaceable()
-            if not overwrite and folder.holds_run:
-                goes_on = f"go on with it by --resume {out}, " if folder.holds_checkpoints else ""
-                raise ValueError(
-                    f"{out} holds a run already; {goes_on}name another folder with --out, or "
-                    "replace it with --overwrite."
-                )
-            hold(folder)
-            if folder.is_run:
-                folder.clear()
+        number = 1
+        while out is None:
+            path = Path("runs") / f"{name}-{number}"
+            number += 1
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                out = path
+        folder = RunDir(out)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.check_replaceable()
+        if not overwrite and folder.holds_run:
+            goes_on = f"go on with it by --resume {out}, " if folder.holds_checkpoints else ""
+            raise ValueError(
+                f"{out} holds a run already; {goes_on}name another folder with --out, or "
+                "replace it with --overwrite."
+            )
+        hold(folder)
+        if folder.is_run:
+            folder.clear()
         folder.partial.mkdir(exist_ok=True)
     except OSError as error:
         raise ValueError(
@@ -232,7 +220,7 @@ def claim(
     return folder
 
 
-def free(path: Path) -> Path:
+def _free(path: Path) -> Path:
     """The path, or, where that is taken, the first of NAME-2, NAME-3 and so on that is not."""
     found, number = path, 1
     while found.exists():
@@ -241,17 +229,11 @@ def free(path: Path) -> Path:
     return found
 
 
-_POLL_SECONDS = 0.05
-# A process that was killed may hold its lock for a moment longer.
-_PATIENCE_SECONDS = 1.0
-
-
 @contextmanager
 def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
     """Share the lock of a run, so that no other command replaces or resumes it.
 
-    The system frees it when a process ends, however it does; the file stays, and alone says
-    nothing. Where files cannot be locked nobody is kept out.
+    The system frees it when a process ends. Where files cannot be locked nobody is kept out.
     """
     try:
         file = run_dir.lock.open("a")
@@ -259,123 +241,95 @@ def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
         yield
         return
     with file:
-        if not _share(file, first=first) and first:
-            raise ValueError(
-                f"the run in {run_dir.path} trains: a process that takes part in it holds "
-                f"{run_dir.lock}. Stop it first; if it was on a machine that is gone, remove that "
-                "file."
-            )
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while first and not _lock(file.fileno(), fcntl.LOCK_EX):  # all who take part are in its way
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"the run in {run_dir.path} trains: a process that takes part in it holds "
+                    f"{run_dir.lock}. Stop it first; if it was on a machine that is gone, remove "
+                    "that file."
+                )
+            time.sleep(_POLL_SECONDS)
+        _lock(file.fileno(), fcntl.LOCK_SH)
         yield
 
 
-def hold(path: Path) -> IO[str] | None:
-    """Lock a file of this process alone until it ends, or closes it; None where that fails."""
+def _lock(file: int, how: int) -> bool:
+    """Lock a file if nobody is in the way; True also where files cannot be locked."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Lock a file of this process alone, until the block or the process ends."""
     # Locked before it has its name: a file that is there and not locked is that of a dead process.
     partial = path.with_name(path.name + ".partial")
-    with suppress(OSError):
+    try:
         file = partial.open("a")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        partial.replace(path)
-        return file
-    return None
+    except OSError:
+        yield
+        return
+    with file:
+        _lock(file.fileno(), fcntl.LOCK_EX)
+        with suppress(OSError):
+            partial.replace(path)
+        yield
 
 
-def is_held(path: Path) -> bool | None:
-    """Whether a process holds a file that it has locked by `hold`; None if there is no such file.
-
-    True where files cannot be locked: then nobody is known to be dead.
-    """
+def is_held(path: Path, *, otherwise: bool) -> bool:
+    """Whether a process is in a block of `held`; `otherwise` if there is no file, or no locks."""
     try:
         with path.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except FileNotFoundError:
-        return None
-    except OSError:
+    except BlockingIOError:
         return True
-
-
-def _share(file: IO[str], *, first: bool) -> bool:
-    """Lock a file for all who share it; False if somebody is in the way and does not leave."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        with suppress(BlockingIOError):
-            try:
-                if first:  # all who take part would be in the way of this
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError:  # a file system without locks
-                pass
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
+    except OSError:
+        return otherwise
 
 
 class LinesFile:
-    """Appends whole lines; after an error it is as it was before, and can go on."""
+    """Appends whole lines; a part that a full disk took goes before the next line."""
 
     def __init__(self, path: Path, offset: int | None = None) -> None:
         goes_on = offset is not None and path.exists()
         # Without a buffer, which would try again what was given up, and keep on growing.
         self._file = path.open("r+b" if goes_on else "wb", buffering=0)
-        self.size_bytes = 0
-        self._torn = False  # there may be something behind the last whole line
-        if goes_on:
-            # A machine that broke down may have lost the end, and left a part of a line.
-            self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1
-            self._go_back()
+        # A machine that broke down may have lost the end, and left a part of a line.
+        self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1 if goes_on else 0
+        self._file.truncate(self.size_bytes)
 
     def write(self, line: str) -> None:
-        """Append a line."""
-        rest = memoryview(f"{line}\n".encode())
-        whole = self.size_bytes + len(rest)
-        if self._torn:
-            self._go_back()
-        self._torn = True
-        try:
-            while rest:  # a full disk first takes a part
-                rest = rest[self._file.write(rest) :]
-            self.size_bytes, self._torn = whole, False
-        except BaseException:  # Ctrl-C, too
-            with contextlib.suppress(OSError):  # then before the next line
-                self._go_back()
-            raise
-
-    def close(self) -> None:
-        """Close it; may be called again."""
-        self._file.close()
-
-    def _go_back(self) -> None:
-        """To the end of the last whole line."""
+        content = f"{line}\n".encode()
         self._file.seek(self.size_bytes)
         self._file.truncate()
-        self._torn = False
+        if self._file.write(content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.size_bytes += len(content)
+
+    def close(self) -> None:
+        with self._file:
+            self._file.truncate(self.size_bytes)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text beside, wait until it is on the disk, and have it take the name of the file."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
 
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# What a file has beside the values: less than this a tensor, and once more.
-_HEADER_BYTES = 1024
-
-
 def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
-    """Take the space that the model of a rank will need; local.
-
-    Where the file system cannot, there is none until the end.
-    """
+    """Take the space that the model of a rank will need; where that cannot be, at the end."""
     tensors = model_tensors(model, copy=False).values()
     size_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors) + _HEADER_BYTES
     path, way_out = run_dir.rank_model(rank), "make room, or name another folder with --out"
@@ -421,10 +375,6 @@ def write_errors(path: Path, text: str) -> bool:
             path.unlink()
         return False
     return True
-
-
-# A network file system may show a new file to other machines after a while.
-_VISIBLE_SECONDS = 15.0
 
 
 def leave_token(run_dir: RunDir) -> str:

@@ -1,38 +1,53 @@
-"""Joining a run under way: a worker whose first act is `gg.join`, and then is a rank like any."""
+"""Joining a run under way: how it invites, and a worker whose first act is `gg.join`."""
 
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import threading
 import time
 import traceback
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import gossipgrad as gg
 from gossipgrad import checkpoint, data
-from gossipgrad.comm import check_secret
+from gossipgrad.comm import AskedStore, check_secret
+from gossipgrad.data import ElasticBatches
+from gossipgrad.engine import Session
+from gossipgrad.errors import GossipError
 
 from ._config import TrainConfig
 from ._device import check_device
-from ._ending import Ending
-from ._folder import RunDir, hold_lock, write_errors
-from ._invitation import Invitation, fingerprint_of
+from ._finish import Ends, finish
+from ._folder import RunDir, held, hold_lock, write_errors, write_whole
 from ._job import Job
-from ._joiner import RunJoiner
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
 from ._progress import Progress
 from ._rank import train_rank
 from ._result import RunFailedError, exit_code_of, short_cause
 from ._signals import Stops, end_at_once, hear_stops
+from ._start import MAILBOX
+from ._state import LoopState
 from ._tasks import load_job
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, RunningStrategy, StopFlag
 
+_JOIN_SECONDS = 300.0
 _POLL_SECONDS = 0.5
-# For the run to be put together, once this rank has handed in.
-_SUMMARY_SECONDS = 60.0
+_ASK_SECONDS = 0.1
+_STORE_SECONDS = 2.0
+# Targets of so many samples tell two data sets apart.
+_PROBED_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +86,7 @@ class JoinOutcome:
         samples: That it trained on.
         left: Whether it left before the others stopped.
         summary: The content of the run's `summary.json`; None if the run goes on, or was not put
-            together in time.
+            together here.
     """
 
     exit_code: int
@@ -81,6 +96,37 @@ class JoinOutcome:
     samples: int
     left: bool
     summary: dict[str, Any] | None = None
+
+
+def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
+    """Leave an invitation in the folder of the run, for its owner alone; why not, if so.
+
+    It gives no access: a joiner must know the secret of the run.
+    """
+    found: dict[str, Any] = {"address": None, "refusal": None, "data": fingerprint_of(job)}
+    if job.train_loader is not None:
+        found["refusal"] = "its job has a loader of its own, whose shares are fixed"
+    else:
+        try:
+            found["address"] = session.join_address()
+        except (ValueError, GossipError) as error:  # a slow store is no reason not to train
+            found["refusal"] = str(error)
+    try:
+        write_whole(run_dir.invitation, json.dumps(found, indent=2) + "\n", mode=0o600)
+    except OSError as error:
+        return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
+    return None
+
+
+def fingerprint_of(job: Job) -> str:
+    """A digest of the shapes of a model, and of numbers of samples and some of their targets."""
+    shapes = [tuple(tensor.shape) for tensor in job.model.parameters()]
+    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=16)
+    for samples in (*([] if job.train is None else [job.train_samples()]), job.test_samples()):
+        chosen = torch.linspace(0, len(samples) - 1, _PROBED_SAMPLES).long()
+        targets = samples.batch(chosen)[1].contiguous()
+        digest.update(str(len(samples)).encode() + targets.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def join_run(options: JoinConfig) -> JoinOutcome:
@@ -105,33 +151,34 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     """
     config, run_dir, invitation = _find_run(options)
     assert config.nproc is not None
-    assert invitation.address is not None
     progress, stop = Progress(config), threading.Event()
-    ending: Ending | None = None
 
     def emit(event: Event) -> None:
-        nonlocal ending
         event.pop("living", None)
         if event["event"] == "joined":
-            assert joiner.mailbox is not None
-            ending = Ending(config, run_dir, joiner.mailbox, event["rank"])
             donor = event["from_rank"]
             progress.notice(f"joined as rank {event['rank']}, with the weights of rank {donor}")
         progress.take(event)
 
     def on_stop(stops: Stops) -> None:
-        if joiner.rank is None:
+        if joiner.ends is None:
             progress.notice("stopped before this worker had joined; the run goes on")
-        if joiner.rank is None or stops.insisted:
+        if joiner.ends is None or stops.insisted:
             end_at_once(stops)
         progress.notice("leaving the run, which goes on; once more to end at once")
         stop.set()
 
-    joiner = RunJoiner(invitation.address, run_dir, stop=stop, emit=emit)
+    joiner = RunJoiner(invitation["address"], run_dir, stop=stop, emit=emit)
     with hold_lock(run_dir), hear_stops(on_stop) as stops, closing(progress), closing(joiner):
         try:
             job = load_job(config)
-            _check_data(config, job, invitation)
+            if fingerprint_of(job) != invitation["data"]:
+                raise ValueError(
+                    f"the {f'job {config.job}' if config.job else f'data set {config.data}'} is "
+                    "another here than where the run was started: its model, or the number or the "
+                    "targets of its samples. Put the same here; --data-dir names another folder of "
+                    "data sets."
+                )
             result = train_rank(
                 config,
                 job,
@@ -140,21 +187,20 @@ def join_run(options: JoinConfig) -> JoinOutcome:
                 world_size=config.nproc,
                 stop=stop,
                 emit=emit,
+                invite=invite,
                 joiner=joiner,
             )
-            assert ending is not None, "it has joined"
-            ending.hand_in({"result": result.to_json()})
-            outcome = None if result.left else ending.finish()
+            assert joiner.ends is not None, "it has joined"
+            end = {"result": dataclasses.asdict(result)}
+            joiner.ends.hand_in(result.rank, end)
+            outcome = None if result.left else finish(config, joiner.ends, result.rank, end)
         except Exception as error:
-            if ending is not None:
-                ending.hand_in({"cause": f"failed: {short_cause(error)}"})
-            raise RunFailedError(_describe_failure(error, run_dir, joiner.rank)) from error
-        finally:
-            if ending is not None:
-                ending.close()
+            if joiner.ends is not None:
+                joiner.ends.hand_in(joiner.rank, {"cause": f"failed: {short_cause(error)}"})
+            raise RunFailedError(_describe_failure(error, run_dir, joiner)) from error
     summary = None if outcome is None else outcome.summary
-    if summary is None and not result.left:
-        summary = _await_summary(run_dir)
+    if summary is None and not result.left and run_dir.summary.exists():
+        summary = json.loads(run_dir.summary.read_text())
     return JoinOutcome(
         exit_code=exit_code_of(stops.first if result.stopped else None),
         run_dir=run_dir.path,
@@ -166,7 +212,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     )
 
 
-def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
+def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Mapping[str, Any]]:
     """The run to join, as a worker here trains in it, and its invitation; gets its data ready."""
     run_dir = RunDir(options.run)
     if not run_dir.config.exists():
@@ -190,13 +236,9 @@ def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
             f"the run in {run_dir.path} has strategy {config.strategy} and shuffle "
             f"{config.shuffle}: only runs of strategy {can} with --shuffle global can be joined."
         )
-    if (invitation := Invitation.read(run_dir)) is None:
-        raise ValueError(
-            f"the run in {run_dir.path} is not training. If it starts just now, try again when it "
-            f"has shown its first epoch; if it is over, or was killed, {_start_again(run_dir)}."
-        )
-    if invitation.address is None:
-        raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
+    invitation = _read_invitation(run_dir)
+    if invitation["address"] is None:
+        raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation['refusal']}")
     check_secret()
     check_device(config)
     if config.job is None:
@@ -204,27 +246,37 @@ def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
     return config, run_dir, invitation
 
 
-def _check_data(config: TrainConfig, job: Job, invitation: Invitation) -> None:
-    if fingerprint_of(job) != invitation.data:
-        what = f"job {config.job}" if config.job else f"data set {config.data}"
+def _read_invitation(run_dir: RunDir) -> Mapping[str, Any]:
+    try:
+        found = json.loads(run_dir.invitation.read_text())
+        return {name: found[name] for name in ("address", "refusal", "data")}
+    except FileNotFoundError as error:
         raise ValueError(
-            f"the {what} is another here than where the run was started: its model, or the number "
-            "or the labels of its samples. Put the same here; --data-dir names another folder of "
-            "data sets."
-        )
+            f"the run in {run_dir.path} is not training. If it starts just now, try again when it "
+            f"has shown its first epoch; if it is over, or was killed, {_start_again(run_dir)}."
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {run_dir.invitation}: {error.strerror}; join as the user who started "
+            "the run."
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _describe_failure(error: Exception, run_dir: RunDir, rank: int | None) -> str:
+def _describe_failure(error: Exception, run_dir: RunDir, joiner: "RunJoiner") -> str:
     cause = short_cause(error).rstrip(".")
-    if rank is None:
+    if joiner.ends is None:
         where = run_dir.join_errors(os.getpid())
         what = (
             f"could not join the run in {run_dir.path}: {cause}; if it was killed, "
             f"{_start_again(run_dir)}"
         )
     else:
-        where = run_dir.errors(rank)
-        what = f"rank {rank} failed: {cause}"
+        where = run_dir.errors(joiner.rank)
+        what = f"rank {joiner.rank} failed: {cause}"
     if not run_dir.invitation.exists():
         what = f"the run in {run_dir.path} has ended ({what})"
     return f"{what} (traceback in {where})" if write_errors(where, traceback.format_exc()) else what
@@ -236,10 +288,100 @@ def _start_again(run_dir: RunDir) -> str:
     return f"begin another like it by `gossipgrad train --config {run_dir.config}`"
 
 
-def _await_summary(run_dir: RunDir) -> dict[str, Any] | None:
-    deadline = time.monotonic() + _SUMMARY_SECONDS
-    while not run_dir.summary.exists():
-        if time.monotonic() > deadline or not run_dir.partial.exists():
-            return None
-        time.sleep(_POLL_SECONDS)
-    return json.loads(run_dir.summary.read_text())
+class RunJoiner:
+    """Joins a run, and stops with it, or leaves it before: it polls whether the run stops."""
+
+    def __init__(
+        self,
+        address: str,
+        run_dir: RunDir,
+        *,
+        stop: threading.Event,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._address, self._run_dir = address, run_dir
+        self._stop, self._emit = stop, emit
+        self.rank = self.begun_step = 0
+        self.ends: Ends | None = None  # as soon as it has joined
+        self.carried: dict[str, Any] = {}
+        self._batches: ElasticBatches | None = None
+        self._run_stops = False
+        self._asked_seconds = -math.inf
+        self._over, self._held = threading.Event(), ExitStack()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker is to stop, and the run is not."""
+        return self._stop.is_set() and not self._run_stops
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was put together already, without this worker."""
+        return self._run_dir.summary.exists()
+
+    def enter(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
+    ) -> gg.GossipSession:
+        """Join; model and optimizers are then those of a living rank, but for the initial rates."""
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        session = gg.join(
+            model, optimizers, self._address, **settings, timeout_seconds=_JOIN_SECONDS
+        )
+        for optimizer, initial in zip(optimizers, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, initial, strict=True):
+                group["initial_lr"] = rate  # what schedules go by
+        assert session.joined_with is not None
+        self.rank, self.carried = session.rank, session.joined_with
+        root = store = session.group.store
+        while isinstance(root, dist.PrefixStore):
+            root = root.underlying_store
+        mailbox = AskedStore(dist.PrefixStore(MAILBOX, root), timeout_seconds=_STORE_SECONDS)
+        self._held.enter_context(held(self._run_dir.rank_lock(self.rank)))
+        self.ends = Ends(self._run_dir, mailbox)
+        begun = self.carried["strategy"]["ahead"] + session.position
+        with suppress(OSError):  # a run that is over, or a folder of this machine alone
+            self._run_dir.rank_joined(self.rank).write_text(json.dumps({"step": begun}))
+        thread = threading.Thread(target=self._watch, args=(StopFlag(store),), daemon=True)
+        thread.start()
+        self._held.callback(thread.join)
+        donor = session.membership.joined[session.rank].donor
+        self._emit({"event": "joined", "rank": session.rank, "from_rank": donor})
+        return session
+
+    def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
+        """Where the run is, by the donor's state and the newest epoch in the store; local."""
+        self._batches, carried = batches, self.carried
+        strategy.load_state_dict(carried["strategy"])
+        self.begun_step = strategy.position(0)
+        return LoopState.made_by_others(
+            epoch=max(carried["epoch"], batches.newest_epoch() or 0),
+            steps=self.begun_step,
+            **{name: carried[name] for name in ("position", "best", "seconds")},
+        )
+
+    def flush(self) -> None:
+        """Report which samples were used, before this worker leaves, so that no others are lost."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def is_behind(self) -> bool:
+        """Whether the others train in an epoch that this rank has not begun; asked often."""
+        now = time.monotonic()
+        if self._batches is None or now - self._asked_seconds < _ASK_SECONDS:
+            return False
+        self._asked_seconds = now
+        return self._batches.is_behind()
+
+    def close(self) -> None:
+        """Watch no more, and count as dead."""
+        self._over.set()
+        self._held.close()
+
+    def _watch(self, flag: StopFlag) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            is_set = flag.is_set()
+            if is_set or (is_set is None and self.is_over):
+                self._run_stops = True
+                self._stop.set()
+                break
+        flag.close()

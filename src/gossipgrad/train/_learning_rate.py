@@ -51,23 +51,3 @@ class LearningRate:
         steps = min(epochs * steps_per_epoch, max_steps or math.inf)
         done = min(1.0, (step - warmup) / (steps - warmup)) if steps > warmup else 1.0
         return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-
-    @property
-    def formula(self) -> str:
-        """The rate in words and signs, for `config.json`."""
-        p = self.sharing_ranks
-        peak = {"none": "lr", "linear": f"lr * {p}", "sqrt": f"lr * sqrt({p})"}[self.rule]
-        done, rise = "step / steps", ""
-        if self.warmup_epochs:
-            done = "(step - warmup) / (steps - warmup)"
-            rise = (
-                f"{peak} * (step + 1) / warmup in the first {self.warmup_epochs} epochs, "
-                "which have warmup steps, then "
-            )
-        fall = {
-            "cosine": f"{peak} * (1 + cos(pi * {done})) / 2, every step",
-            "linear": f"{peak} * (1 - {done}), every step",
-            "step": f"{peak} * {self.gamma:g} ** (epoch // {self.step_epochs})",
-            "constant": peak,
-        }
-        return rise + fall[self.schedule]

@@ -279,7 +279,7 @@ class Loop:
             "seconds": self.metrics.seconds,
             "best": self.best and self.best.found,
             "strategy": self.strategy.state_dict(),
-            "checkpoints": self.checkpoints.carried(),
+            "checkpoint_base": self.checkpoints.base,
         }
 
     def _loop_state(self, epoch: int) -> LoopState:

@@ -1,17 +1,19 @@
 """What one rank does: the training loop and the evaluations around it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gossipgrad.checkpoint import model_tensors, write_safetensors
 from gossipgrad.data import ElasticBatches
+from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError
 from gossipgrad.second_order import SecondOrder
 
@@ -27,9 +29,7 @@ from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import Evaluation, TestPart
 from ._folder import RunDir, reserve_model, write_model
-from ._invitation import invite, withdraw
 from ._job import Job, JobError
-from ._joiner import RunJoiner
 from ._loggers import open_loggers
 from ._loop import Best, Loop, Passes, RunPosition
 from ._metrics import Event, Metrics
@@ -39,7 +39,23 @@ from ._shrinking import note_on_widths, shrink
 from ._spans import StepSpans
 from ._state import Checkpoints, LoopState, begin_from_consensus, begin_resumed, seed_rank
 from ._tasks import setting_of
-from .strategies import Replica
+from .strategies import Joiner, Replica, RunningStrategy
+
+# Leaves an invitation in the folder of a run that others can join; why there is none, if so.
+Invite = Callable[[Session, Job, RunDir], str | None]
+
+
+class Entering(Joiner, Protocol):
+    """A worker that joins the run before it trains."""
+
+    begun_step: int
+    carried: dict[str, Any]
+
+    def enter(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
+    ) -> Session: ...
+
+    def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState: ...
 
 
 def train_rank(
@@ -51,8 +67,9 @@ def train_rank(
     world_size: int,
     stop: threading.Event,
     emit: Callable[[Event], None],
+    invite: Invite,
     groups: Groups | None = None,
-    joiner: RunJoiner | None = None,
+    joiner: Entering | None = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
@@ -122,7 +139,7 @@ def train_rank(
                 loop_state=loop_state,
                 widths=None if shrinking is None else shrinking.widths,
             )
-            one.invite(loop)
+            one.invite(loop, invite)
             reserve_model(run_dir, rank, one.model)
             emit({"event": "ready", "total_steps": one.total_steps, "living": one.strategy.living})
             unstarted.pop_all()
@@ -151,7 +168,7 @@ class _Rank:
         world_size: int,
         stop: threading.Event,
         groups: Groups | None,
-        joiner: RunJoiner | None,
+        joiner: Entering | None,
         unstarted: ExitStack,
     ) -> None:
         self.config, self.job, self.run_dir, self.joiner = config, job, run_dir, joiner
@@ -270,21 +287,18 @@ class _Rank:
                     "the ring shuffle began again with the shards of the start, so some samples "
                     "were used twice in that epoch"
                 )
-        checkpoints.begin(state, None if joiner is None else joiner.carried["checkpoints"])
+        checkpoints.begin(state, None if joiner is None else joiner.carried["checkpoint_base"])
         if state is not None:
             steps = state.metrics["steps"]
             self.position = RunPosition(strategy, self.batches, state.metrics)
             set_step(self.schedulers, self.position.at(steps))
             self.spans.set_step(steps)
-        anew = state is not None and state.metrics["offset"] is None
-        begin_resumed(config, self.run_dir, rank=self.rank, anew=anew)
+        is_new = state is not None and state.metrics["offset"] is None
+        begin_resumed(config, self.run_dir, rank=self.rank, is_new=is_new)
         return checkpoints, state
 
-    def invite(self, loop: Loop) -> None:
-        """Hand joiners what they need, and invite them where there are samples for them.
-
-        The lowest rank of the start writes the invitation.
-        """
+    def invite(self, loop: Loop, invite: Invite) -> None:
+        """Hand joiners what they need; the lowest rank invites them."""
         session = self.strategy.session
         if session is None:
             return
@@ -306,7 +320,7 @@ def _finish(
     """Leave the model for export, release all, and count what the rank has done."""
     strategy, batches, joiner, model = one.strategy, one.batches, one.joiner, one.model
     if not strategy.has_left:
-        withdraw(one.run_dir)
+        one.run_dir.invitation.unlink(missing_ok=True)
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = one.test.accuracy(model) if strategy.replicas_differ else final.accuracy
     shares = shuffle = None

@@ -1,10 +1,7 @@
 """What one rank hands back, how a run ends, and what can end it."""
 
-import dataclasses
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,6 @@ class PeerLostError(GossipError):
 
 class DivergedError(GossipError):
     """The loss is no longer finite; what this rank holds spoils all others."""
-
-
-@contextmanager
-def after_checks() -> Iterator[None]:
-    """Inside, a `ValueError` is no mistake in the options: it is raised from a `RuntimeError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise RuntimeError("the run failed after its options were checked") from error
 
 
 def short_cause(error: BaseException) -> str:
@@ -73,7 +61,6 @@ class RankResult:
     outcomes: dict[str, int]
     metric_name: str = "accuracy"
     metric_format: str = ".2%"
-    """Of the job's metric."""
     late_rounds: int = 0
     """Rounds whose part had not come when it was due."""
     void_rounds: int = 0
@@ -85,24 +72,14 @@ class RankResult:
     shuffle_late_rounds: int = 0
     shares: dict[str, Any] | None = None
     """`ElasticStats`, if batches are elastic."""
-    lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    lost: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
-    joined: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    joined: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ranks that joined the run under way, from whom and when, as this rank knew of them."""
     left: bool = False
     """Whether it had joined the run, and left before the others stopped."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] | list[str] = ()
     """What the user should know of this rank's end."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "RankResult":
-        """The result that `to_json` wrote."""
-        arguments: dict[str, Any] = {**values, "notes": tuple(values["notes"])}
-        return cls(**arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

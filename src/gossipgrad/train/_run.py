@@ -1,11 +1,11 @@
 """The front door: one call, one run, in workers started here or by torchrun or Slurm."""
 
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
@@ -14,10 +14,10 @@ from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_se
 
 from ._check import check
 from ._config import TrainConfig
-from ._ending import MAILBOX, HandedIn, Living, clean_up, hand_in, read_end
-from ._folder import RunDir, hold_lock, where_weights_are
-from ._result import Outcome, RunFailedError, after_checks, exit_code_of
-from ._start import Start
+from ._finish import End, Ends
+from ._folder import RunDir, hold_lock, is_held, where_weights_are
+from ._result import Outcome, RunFailedError, exit_code_of
+from ._start import MAILBOX, Start
 from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
@@ -58,14 +58,23 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or DEFAULT_NPROC
     check(config, nproc)
-    with contextlib.ExitStack() as held:
+    with ExitStack() as held:
 
         def hold(run_dir: RunDir) -> None:
             held.enter_context(hold_lock(run_dir, first=True))
 
         config, run_dir = open_folder(config, nproc, hold=hold, show_config=show_config)
-        with after_checks():
+        with _after_checks():
             return _Launcher(config, run_dir, nproc).run()
+
+
+@contextmanager
+def _after_checks() -> Iterator[None]:
+    """Inside, a `ValueError` is no mistake in the options: it is raised from a `RuntimeError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError("the run failed after its options were checked") from error
 
 
 class _Launcher:
@@ -86,9 +95,9 @@ class _Launcher:
             ]
         )
         with Rendezvous(self._nproc) as rendezvous:
-            self._store = AskedStore(dist.PrefixStore(MAILBOX, rendezvous.store))
-            opened = json.dumps({"config": self._config.to_json(), "token": None})
-            self._store.ask(lambda store: store.set("run", opened))
+            store = AskedStore(dist.PrefixStore(MAILBOX, rendezvous.store))
+            self._start, self._ends = Start(store, 0, self._nproc), Ends(self._run_dir, store)
+            self._start.open({"config": self._config.to_json(), "token": None})
             try:
                 launched = launch(
                     worker_main,
@@ -101,7 +110,7 @@ class _Launcher:
                 return self._outcome(launched)
             finally:
                 if not self._run_dir.is_complete:
-                    clean_up(self._run_dir, self._store, range(self._nproc))
+                    self._ends.clean_up(range(self._nproc))
                 if sys.stdout.isatty() and not self._config.quiet:
                     print(_SHOW_CURSOR, end="", flush=True)  # a killed worker may have hidden it
 
@@ -110,7 +119,7 @@ class _Launcher:
         is_over = self._run_dir.report.exists() and not self._run_dir.partial.exists()
         # A signal that comes as a worker is forked is lost: the others have ended, and it waits.
         has_end = any(worker.exit is not None for worker in workers)
-        self._is_doomed |= has_end and not self._has_begun()
+        self._is_doomed |= has_end and not self._start.has_begun()
         if not (is_over or self._is_doomed):
             return
         now = time.monotonic()
@@ -122,35 +131,27 @@ class _Launcher:
     def _describe(self, end: Exit) -> str | None:
         """Why a worker failed, if the others go on without it; else the end of the run says it."""
         content = self._end_of(end)
-        if not self._has_begun():
-            Start(self._store, end.rank, self._nproc).fail(f"rank {end.rank} {content['cause']}")
+        if not self._start.has_begun():
+            self._start.fail(f"rank {end.rank} {content['cause']}")
             self._is_doomed = True
         self._is_doomed |= self._config.needs_every_rank or content.get("is_fatal", False)
         return None if self._is_doomed or content.get("is_consequence") else content.get("cause")
 
-    def _has_begun(self) -> bool:
-        """Whether the workers have begun to train."""
-        return self._store.ask(lambda store: store.check(["begun"]))
-
-    def _end_of(self, end: Exit) -> HandedIn:
+    def _end_of(self, end: Exit) -> End:
         """What a worker has handed in, else what its process ended with."""
-        content = read_end(self._run_dir, self._store, end.rank)
+        content = self._ends.read(end.rank)
         if content is None:
-            content = {
-                "cause": end.cause,
-                "when_seconds": time.time(),
-                "is_consequence": end.rank in self._killed,
-            }
-            hand_in(self._run_dir, self._store, end.rank, content)
+            why = {"cause": end.cause, "is_consequence": end.rank in self._killed}
+            content = self._ends.hand_in(end.rank, why)
         return content
 
     def _await_joined(self) -> None:
         """Keep the store for those who joined and go on, until they have put the run together."""
-        marks = Living(self._run_dir, self._config.lost_after_seconds)
-        names = (path.stem for path in self._run_dir.partial.glob("joined-rank*.json"))
+        run_dir = self._run_dir
+        names = (path.stem for path in run_dir.partial.glob("joined-rank*.json"))
         living = [int(name.removeprefix("joined-rank")) for name in names]
-        while living and not self._run_dir.is_complete:
-            living = [rank for rank in living if marks.has(rank)]
+        while living and not run_dir.is_complete:
+            living = [rank for rank in living if is_held(run_dir.rank_lock(rank), otherwise=False)]
             time.sleep(_POLL_SECONDS)
 
     def _outcome(self, launched: Launched) -> Outcome:
@@ -165,7 +166,7 @@ class _Launcher:
             )
         if stopped_by is not None:
             code = exit_code_of(stopped_by)
-            return Outcome(exit_code=code, begun=self._has_begun(), run_dir=run_dir.path)
+            return Outcome(exit_code=code, begun=self._start.has_begun(), run_dir=run_dir.path)
         raise RunFailedError(self._first_failure(launched))
 
     def _first_failure(self, launched: Launched) -> str:

@@ -1,9 +1,9 @@
 """The start of a run: all ranks wait for each other, and one that is missing ends it."""
 
-import contextlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from gossipgrad.errors import GossipError
 
 T = TypeVar("T")
 
+# Prefix of what the ranks of a run write into the store.
+MAILBOX = "gossipgrad/train"
 # For ranks that have arrived, and may fetch a data set.
 _LOADING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
@@ -28,8 +30,7 @@ class Start:
     """The start of a run, as one rank sees it in the store.
 
     Each rank arrives, learns from rank 0 what is run, loads its data, and begins when all are
-    ready. A rank that fails ends the wait of all. One that does not arrive is awaited for
-    `start_seconds` from the last arrival, and one that has arrived for half an hour more.
+    ready. A rank that fails ends the wait of all.
     """
 
     def __init__(self, store: AskedStore, rank: int, world_size: int) -> None:
@@ -41,21 +42,31 @@ class Start:
 
     def await_all(self, where: str, seconds: float = _LOADING_SECONDS) -> None:
         """Wait until all ranks have come so far, for `seconds` from the last that has."""
-        count = self._count(where)
-        deadline = time.monotonic() + seconds
-        while count < self._world_size:
-            time.sleep(_POLL_SECONDS)
-            if (more := self._count(where)) > count:
-                count, deadline = more, time.monotonic() + seconds
+        count, deadline = 0, time.monotonic() + seconds
+        while True:
+            self.check()
+            if (now := self.ask(lambda store: store.add(where, 0))) >= self._world_size:
+                return
+            if now > count:
+                count, deadline = now, time.monotonic() + seconds
             elif time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in self._missing(where))
+                missing = ", ".join(map(str, self._missing(where)))
                 raise GossipError(
                     f"rank {self._rank} waited {seconds:g} s for these ranks to be {where}: "
                     f"{missing}. Look there for what went wrong, and start again."
                 )
+            time.sleep(_POLL_SECONDS)
+
+    def _missing(self, where: str) -> list[int]:
+        ranks = range(self._world_size)
+        return self.ask(lambda store: [r for r in ranks if not store.check([f"{where}{r}"])])
+
+    def open(self, content: Any) -> None:
+        """Say what is run."""
+        self.ask(lambda store: store.set("run", json.dumps(content)))
 
     def await_opened(self) -> Any:
-        """What rank 0 has put into the store of the run."""
+        """What `open` was given."""
         deadline = time.monotonic() + _LOADING_SECONDS
         while not self.ask(lambda store: store.check(["run"])):
             self.check()
@@ -67,17 +78,25 @@ class Start:
             time.sleep(_POLL_SECONDS)
         return json.loads(self.ask(lambda store: store.get("run")))
 
+    def begin(self) -> None:
+        """Say that the ranks train."""
+        self.ask(lambda store: store.set("begun", ""))
+
+    def has_begun(self) -> bool:
+        """Whether the ranks train, or did."""
+        return self.ask(lambda store: store.check(["begun"]))
+
     def check(self) -> None:
         """Raise `StartFailedError` if another rank has ended the start."""
         if self.ask(lambda store: store.check(["failed"])):
             cause = json.loads(self.ask(lambda store: store.get("failed")))
-            with contextlib.suppress(GossipError):
+            with suppress(GossipError):
                 self.ask(lambda store: store.add("seen", 1))
             raise StartFailedError(cause)
 
     def fail(self, cause: str) -> None:
         """End the start for all; no cause if this rank alone says why."""
-        with contextlib.suppress(GossipError):
+        with suppress(GossipError):
             self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
 
     def await_failure_seen(self) -> None:
@@ -86,9 +105,9 @@ class Start:
         Some may start a little later than this one. For a few seconds at most.
         """
         deadline = time.monotonic() + _SEEN_SECONDS
-        with contextlib.suppress(GossipError):
-            while time.monotonic() < deadline:
-                if self.ask(lambda store: store.add("seen", 0)) >= self._world_size - 1:
+        with suppress(GossipError):
+            while self.ask(lambda store: store.add("seen", 0)) < self._world_size - 1:
+                if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_SECONDS)
 
@@ -101,11 +120,3 @@ class Start:
                 f"rank {self._rank} cannot reach the rendezvous store any more: has the process "
                 f"that holds it failed, rank 0 by default? ({first_line(error)})"
             ) from error
-
-    def _count(self, where: str) -> int:
-        self.check()
-        return self.ask(lambda store: store.add(where, 0))
-
-    def _missing(self, where: str) -> list[int]:
-        ranks = range(self._world_size)
-        return self.ask(lambda store: [r for r in ranks if not store.check([f"{where}{r}"])])

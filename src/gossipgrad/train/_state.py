@@ -1,7 +1,6 @@
 """What a rank continues from: a checkpoint of its own, or the consensus of others."""
 
 import dataclasses
-import json
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from gossipgrad.errors import EvictedError, GossipError
 from ._config import TrainConfig
 from ._folder import RunDir
 from ._metrics import Event
-from ._versions import other_versions, versions
 from .strategies import STRATEGIES, RunningStrategy
 
 
@@ -110,12 +108,6 @@ def reopen(
             f"{run_dir.path} cannot be resumed: {error}. A run saves checkpoints with "
             "--checkpoint-every, and --resume-step names one."
         ) from error
-    if others := other_versions(_noted_versions(run_dir)):
-        warnings.warn(
-            f"the run in {run_dir.path} was made with {others}: the result may differ in the "
-            "last bits from what it would have come to",
-            stacklevel=3,
-        )
     lengths = [(one.epochs, one.max_steps) for one in (config, saved)]
     if lengths[0] != lengths[1] and config.lr_schedule in ("cosine", "linear"):
         name = "epochs" if lengths[0][0] != lengths[1][0] else "max_steps"
@@ -133,37 +125,27 @@ def reopen(
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
 
 
-def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
-    """Has the folder be that of the run that goes on, now that all have what they go on from.
+def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, is_new: bool) -> None:
+    """Make the folder that of the run that continues, now that all have what they continue from.
 
-    For each rank before it writes there. What the last end had put together is removed, `config` is
-    written, and metrics of ranks that the run goes on without are put aside, into `former`.
+    Each rank calls it before it writes there. What the last end had put together is removed, and
+    metrics of ranks that the run continues without are put aside.
     """
     if config.resume is None:
         return
     assert config.nproc is not None, "resolve the configuration first"
-    if anew:
-        _put_aside(run_dir, rank)
+    if is_new:
+        run_dir.put_aside(rank)
     try:
         run_dir.resumes.unlink()
     except FileNotFoundError:
         return  # another rank was first
-    run_dir.remove_end()
-    config.write(run_dir.config, versions())
+    for file in (run_dir.summary, run_dir.model, run_dir.trace, run_dir.report):
+        file.unlink(missing_ok=True)
+    config.write(run_dir.config)
     for former in run_dir.metrics_ranks():
         if former >= config.nproc:
-            _put_aside(run_dir, former)
-
-
-def _put_aside(run_dir: RunDir, rank: int) -> None:
-    if run_dir.metrics(rank).exists():
-        run_dir.former_metrics(rank).parent.mkdir(exist_ok=True)
-        run_dir.metrics(rank).rename(run_dir.former_metrics(rank))
-
-
-def _noted_versions(run_dir: RunDir) -> dict[str, Any]:
-    noted = json.loads(run_dir.config.read_text()).get("versions")
-    return noted if isinstance(noted, dict) else {}
+            run_dir.put_aside(former)
 
 
 def _check_alike(config: TrainConfig, saved: TrainConfig, folder: Path) -> None:
@@ -204,6 +186,16 @@ class LoopState:
     batch: int
     metrics: Mapping[str, Any]
 
+    @classmethod
+    def made_by_others(
+        cls, *, epoch: int, steps: int, batch: int = 0, offset: int | None = None, **known: Any
+    ) -> "LoopState":
+        """Where a rank goes on behind steps of others: what a step costs is counted from here."""
+        metrics = {"epochs": epoch, "steps": steps, "counted_from": steps, "offset": offset}
+        zeros = dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0)
+        zeros |= dict.fromkeys(("samples", "epoch_samples"), 0)
+        return cls(epoch=epoch, batch=batch, metrics=metrics | zeros | known)
+
 
 class Checkpoints:
     """The checkpoints of one rank: each rank saves its own state.
@@ -231,7 +223,7 @@ class Checkpoints:
         self._strategy, self._device = strategy, device
         self._emit = emit
         self._saver: checkpoint.Saver | None = None
-        self._last = self._base = 0
+        self._last = self.base = 0
 
     def resume(self) -> LoopState:
         """Brings everything where the checkpoint of `resume_step` has it; a collective."""
@@ -263,34 +255,37 @@ class Checkpoints:
         load_random_state(state["random"], self._device)
         return LoopState(**state["loop"])
 
-    def begin(self, loop_state: LoopState | None, carried: Mapping[str, Any] | None = None) -> None:
-        """Gets ready to save, if that is asked for; a collective, but for one who joins."""
-        if carried is not None:
-            assert loop_state is not None
-            self._base = carried["base"]
-            # The others have saved what was due before.
-            self._last = self._strategy.checkpoint_label(loop_state.metrics["steps"]) + self._base
-            self._open()
-            return
-        if loop_state is not None:
+    def begin(self, loop_state: LoopState | None, base: int | None = None) -> None:
+        """Get ready to save, if that is asked for; a collective, but for one who joins.
+
+        It has the `base` of the others, who have saved what was due before.
+        """
+        strategy, is_resumed = self._strategy, loop_state is not None and base is None
+        if is_resumed:
             self._last = self._config.resume_step or 0
             checkpoint.rewind(self._directory, rank=self._rank, step=self._last)
         if self._config.checkpoint_every is None:
             return
-        strategy = self._strategy
         label = 0 if loop_state is None else strategy.checkpoint_label(loop_state.metrics["steps"])
-        all_labels = strategy.agree(label)
-        if loop_state is not None:
-            # Labels rise, also where ranks of another number make fewer steps, and are the same on
-            # all: none is due before the furthest rank reaches a new one.
-            highest = max(all_labels)
-            self._base = max(0, self._last - highest)
-            self._last = highest + self._base
-        self._open()
-
-    def carried(self) -> dict[str, Any]:
-        """What one who joins has to know to save parts of the same checkpoints."""
-        return {"base": self._base}
+        if base is not None:
+            self.base, self._last = base, label + base
+        else:
+            all_labels = strategy.agree(label)
+            if is_resumed:
+                # Labels rise, also where ranks of another number make fewer steps, and are the same
+                # on all: none is due before the furthest rank reaches a new one.
+                self.base = max(0, self._last - max(all_labels))
+                self._last = max(all_labels) + self.base
+        self._saver = checkpoint.Saver(
+            self._directory,
+            rank=self._rank,
+            world_size=self._world_size,
+            run=self._config.run_name or "",
+            keep=self._config.keep_checkpoints,
+            tell=lambda text: self._emit(
+                {"event": "checkpoint", "text": f"rank {self._rank}: {text}"}
+            ),
+        )
 
     def after_step(self, steps: int, loop_state: Callable[[], LoopState]) -> None:
         """Saves, if that is due."""
@@ -298,12 +293,12 @@ class Checkpoints:
         if self._saver is None or every is None:
             return
         self._saver.wait(0.0)  # says what has failed meanwhile
-        label = self._strategy.checkpoint_label(steps) + self._base
+        label = self._strategy.checkpoint_label(steps) + self.base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
         self._last = label
         try:
-            self._save(self._state(loop_state()), label)
+            self._save(self._state(loop_state()), label, _WRITE_SECONDS)
         except EvictedError:
             raise
         except GossipError as error:
@@ -316,7 +311,7 @@ class Checkpoints:
         """Saves the last one, with all ranks that live; why there is none, if so; a collective."""
         if self._saver is None:
             return None
-        label = self._strategy.checkpoint_label(steps) + self._base
+        label = self._strategy.checkpoint_label(steps) + self.base
         try:
             ends = self._strategy.agree([steps, label, self._last])
             alike = len({made for made, *_ in ends}) == 1 and not self._strategy.is_stale
@@ -326,7 +321,7 @@ class Checkpoints:
                 return None
             self._last = max(max(label, last + 1) for _, label, last in ends)
             state = self._state(loop_state, drain=not alike)
-            if self._save(state, self._last, wait_seconds=_LAST_SECONDS):
+            if self._save(state, self._last, _LAST_SECONDS):
                 return None
             return str(
                 self._saver.error
@@ -352,20 +347,6 @@ class Checkpoints:
                 f"{stats.skipped}"
             )
 
-    def _open(self) -> None:
-        if self._config.checkpoint_every is None:
-            return
-        self._saver = checkpoint.Saver(
-            self._directory,
-            rank=self._rank,
-            world_size=self._world_size,
-            run=self._config.run_name or "",
-            keep=self._config.keep_checkpoints,
-            tell=lambda text: self._emit(
-                {"event": "checkpoint", "text": f"rank {self._rank}: {text}"}
-            ),
-        )
-
     def _state(self, loop_state: LoopState, *, drain: bool = False) -> dict[str, Any]:
         session = self._strategy.session
         if session is None:
@@ -376,11 +357,7 @@ class Checkpoints:
             **state,
             "strategy": self._strategy.state_dict(),
             "random": random_state(self._device),
-            "loop": {
-                "epoch": loop_state.epoch,
-                "batch": loop_state.batch,
-                "metrics": dict(loop_state.metrics),
-            },
+            "loop": {**dataclasses.asdict(loop_state), "metrics": dict(loop_state.metrics)},
         }
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
@@ -392,16 +369,10 @@ class Checkpoints:
             return misfit(self._model, self._optimizers, state)
         return None  # a session looks for itself
 
-    def _save(
-        self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS
-    ) -> bool:
+    def _save(self, state: dict[str, Any], label: int, wait_seconds: float) -> bool:
         assert self._saver is not None
-        return self._saver.save(
-            state,
-            step=label,
-            members=self._strategy.living,
-            wait_seconds=wait_seconds,
-        )
+        members = self._strategy.living
+        return self._saver.save(state, step=label, members=members, wait_seconds=wait_seconds)
 
 
 def is_behind(config: TrainConfig, epoch: int) -> str | None:
@@ -465,17 +436,19 @@ def begin_from_consensus(
         {**one, "groups": here["groups"]} for one, here in zip(mean["optimizers"], own, strict=True)
     ]
     load_replica(model, optimizers, mean)
-    metrics = {name: value for name, value in furthest["metrics"].items() if name != "position"}
-    done = min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"]))
-    batch = round(done * epoch_batches)
-    metrics["steps"] = furthest["epoch"] * epoch_batches + batch
-    # What a step costs is counted from here, as bytes are: other ranks sent the earlier ones.
-    metrics |= {"samples": 0, "train_seconds": 0.0, "counted_from": metrics["steps"]}
-    metrics["offset"] = loops[rank]["metrics"]["offset"] if rank in loops else None
+    metrics, epoch = furthest["metrics"], furthest["epoch"]
+    batch = round(min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"])) * epoch_batches)
     note = (
         f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} went on "
         "from their consensus: not bit for bit what those would have done"
     )
     if rank == 0:
         warnings.warn(note, stacklevel=2)
-    return LoopState(epoch=furthest["epoch"], batch=batch, metrics=metrics), note
+    state = LoopState.made_by_others(
+        epoch=epoch,
+        batch=batch,
+        steps=epoch * epoch_batches + batch,
+        offset=loops[rank]["metrics"]["offset"] if rank in loops else None,
+        **{name: metrics[name] for name in ("best", "seconds")},
+    )
+    return state, note

@@ -1,7 +1,6 @@
 """One worker of a run, from its environment to its end: find the others, train, hand in."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -11,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -20,8 +20,9 @@ from gossipgrad.errors import GossipError
 from ._check import check
 from ._config import TrainConfig
 from ._device import find_backend
-from ._ending import MAILBOX, Ending
-from ._folder import RunDir, check_shared, claim, hold_lock, leave_token, write_errors
+from ._finish import Ends, finish
+from ._folder import RunDir, check_shared, claim, held, hold_lock, leave_token, write_errors
+from ._join import invite
 from ._metrics import Event
 from ._progress import Progress
 from ._rank import train_rank
@@ -35,14 +36,15 @@ from ._result import (
     short_cause,
 )
 from ._signals import Stops, end_at_once, hear_stops
-from ._start import Start, StartFailedError
+from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
-from ._versions import versions
 from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
 
 # Ctrl-C in a terminal comes twice: from there, and again from torchrun.
 _ECHO_SECONDS = 1.0
+# A store that hangs at the end is not awaited: what is in it is in the folder, too.
+_END_SECONDS = 2.0
 # For ranks that are all ready to make their links.
 _LEAST_LINKING_SECONDS = 60.0
 
@@ -93,11 +95,11 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     worker = _Worker(world)
-    with hear_stops(worker.on_stop) as stops, contextlib.ExitStack() as held:
+    with hear_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
         seconds = (config or TrainConfig()).start_seconds
         worker.connect(open_store(world.rank, world.world_size, seconds))
         if config is not None and world.rank == 0:
-            worker.open(config, held, show_config=show_config)
+            worker.open(config, stack, show_config=show_config)
         elif config is not None:
             try:
                 worker.start.await_all("here", seconds)
@@ -106,7 +108,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
                 if str(error):
                     raise
                 return Outcome(exit_code=2)  # rank 0 says why
-        return worker.run(stops, held)
+        return worker.run(stops, stack)
 
 
 class _Worker:
@@ -124,8 +126,7 @@ class _Worker:
         # An agent of torchrun that starts its workers again keeps the store of the first attempt.
         if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
             store = dist.PrefixStore(f"restart{attempt}", store)
-        self._store = store
-        self._mailbox = dist.PrefixStore(MAILBOX, store)
+        self._store, self._mailbox = store, dist.PrefixStore(MAILBOX, store)
         self.start = Start(AskedStore(self._mailbox), self._world.rank, self._world.world_size)
         self.start.arrive("here")
 
@@ -144,7 +145,7 @@ class _Worker:
         self._say("stopping at the next step; once more to stop at once")
         self._stop.set()
 
-    def open(self, config: TrainConfig, held: contextlib.ExitStack, *, show_config: bool) -> None:
+    def open(self, config: TrainConfig, stack: contextlib.ExitStack, *, show_config: bool) -> None:
         """Check the run, make its folder, and tell the other ranks."""
         size = self._world.world_size
         try:
@@ -152,7 +153,7 @@ class _Worker:
             config, self._run_dir = open_folder(
                 config,
                 size,
-                hold=lambda run_dir: held.enter_context(hold_lock(run_dir, first=True)),
+                hold=lambda run_dir: stack.enter_context(hold_lock(run_dir, first=True)),
                 show_config=show_config,
             )
         except BaseException:
@@ -160,50 +161,45 @@ class _Worker:
             if hosts_store(self._world.rank):
                 self.start.await_failure_seen()
             raise
-        opened = {"config": config.to_json(), "token": leave_token(self._run_dir)}
-        self.start.ask(lambda store: store.set("run", json.dumps(opened)))
+        self.start.open({"config": config.to_json(), "token": leave_token(self._run_dir)})
 
-    def run(self, stops: Stops, held: contextlib.ExitStack) -> Outcome:
+    def run(self, stops: Stops, stack: contextlib.ExitStack) -> Outcome:
         """Train, hand in, and put the run together if that is this rank's."""
         rank, opened = self._world.rank, self.start.await_opened()
         config = TrainConfig.from_json(opened["config"])
         assert config.out is not None
-        run_dir = RunDir(config.out)
+        run_dir, progress = RunDir(config.out), Progress(config)
+        ends = Ends(run_dir, AskedStore(self._mailbox, timeout_seconds=_END_SECONDS))
         if self._run_dir is None:
-            held.enter_context(hold_lock(run_dir))
-        ending = Ending(config, run_dir, self._mailbox, rank)
-        progress = Progress(config)
-        try:
-            if opened["token"] is not None:
-                check_shared(run_dir, opened["token"], unless=self.start.check)
-            result = self._train(config, run_dir, progress)
-            progress.close()
-            ending.hand_in({"result": result.to_json(), "stopped_by": stops.first})
-            outcome = ending.finish()
-            return outcome or Outcome(
-                exit_code=exit_code_of(stops.first if result.stopped else None)
-            )
-        except Exception as error:
-            where = run_dir.errors(rank)
-            is_written = write_errors(where, traceback.format_exc())
-            cause = f"failed: {short_cause(error)}"
-            others = (PeerLostError, RunFailedError)
-            if not self._has_begun:
-                others = (GossipError, dist.DistError)
-                self.start.fail(f"rank {rank} {cause}")
-                self._free_folder()
-            ending.hand_in(
-                {
+            stack.enter_context(hold_lock(run_dir))
+        with held(run_dir.rank_lock(rank)), contextlib.closing(progress):
+            try:
+                if opened["token"] is not None:
+                    check_shared(run_dir, opened["token"], unless=self.start.check)
+                result = self._train(config, run_dir, progress)
+                progress.close()
+                end = {"result": asdict(result), "stopped_by": stops.first}
+                ends.hand_in(rank, end)
+                outcome = finish(config, ends, rank, end)
+                code = exit_code_of(stops.first if result.stopped else None)
+                return outcome or Outcome(exit_code=code)
+            except Exception as error:
+                where = run_dir.errors(rank)
+                is_written = write_errors(where, traceback.format_exc())
+                cause = f"failed: {short_cause(error)}"
+                others = (PeerLostError, RunFailedError)
+                if not self._has_begun:
+                    others = (GossipError, dist.DistError)
+                    self.start.fail(f"rank {rank} {cause}")
+                    self._free_folder()
+                end = {
                     "cause": cause,
                     "is_consequence": isinstance(error, others),
                     "is_fatal": isinstance(error, DivergedError),
                 }
-            )
-            trace = f" (traceback in {where})" if is_written else ""
-            raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{trace}") from error
-        finally:
-            progress.close()
-            ending.close()
+                ends.hand_in(rank, end)
+                trace = f" (traceback in {where})" if is_written else ""
+                raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{trace}") from error
 
     def _train(self, config: TrainConfig, run_dir: RunDir, progress: Progress) -> RankResult:
         rank, size, start = self._world.rank, self._world.world_size, self.start
@@ -215,7 +211,7 @@ class _Worker:
         def emit(event: Event) -> None:
             if event["event"] == "ready":
                 self._has_begun = True
-                start.ask(lambda store: store.set("begun", ""))
+                start.begin()
             living = event.pop("living", None) or range(size)
             # The lowest shows how the run goes. Of its own checkpoints each rank alone knows.
             if rank == min(living) or event["event"] == "checkpoint":
@@ -244,6 +240,7 @@ class _Worker:
             world_size=size,
             stop=self._stop,
             emit=emit,
+            invite=invite,
             groups=None if config.needs_every_rank else join_group,
         )
 
@@ -272,7 +269,7 @@ def open_folder(
         config, run_dir = reopen(config, hold=hold)
     config = config.resolved(nproc=world_size, out=run_dir.path.absolute())
     if config.resume is None:  # else when it is known that the run goes on
-        config.write(run_dir.config, versions())
+        config.write(run_dir.config)
     if show_config:
-        print(config.text(versions()), end="", flush=True)
+        print(config.text(), flush=True)
     return config, run_dir
