@@ -79,7 +79,7 @@ def test_train_refuses_before_it_starts(capsys):
 
 def test_saved_configuration_is_repeated_and_overridden(tmp_path):
     saved = TrainConfig(lr=0.5, epochs=3).resolved(nproc=2, out=tmp_path)
-    saved.write(tmp_path / "config.json", {})
+    saved.write(tmp_path / "config.json")
     arguments = ["--config", str(tmp_path / "config.json")]
     repeated = given(*arguments)
     assert (repeated.lr, repeated.epochs, repeated.nproc, repeated.out) == (0.5, 3, 2, None)
@@ -92,7 +92,7 @@ def test_saved_configuration_is_repeated_and_overridden(tmp_path):
 def saved(tmp_path):
     def save(**options):
         path = tmp_path / "config.json"
-        TrainConfig(**options).resolved(nproc=2, out=tmp_path).write(path, {})
+        TrainConfig(**options).resolved(nproc=2, out=tmp_path).write(path)
         return ["--config", str(path)]
 
     return save

@@ -10,7 +10,6 @@ import torch
 from gossipgrad.data import Dataset
 from gossipgrad.train import Job, TrainConfig
 from gossipgrad.train._folder import RunDir, claim
-from gossipgrad.train._join import invite
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._result import RankResult
 from gossipgrad.train._tasks import load_job
@@ -51,7 +50,6 @@ def train_alone(
             world_size=rank + 1,
             stop=stop or threading.Event(),
             emit=emit,
-            invite=invite,
         )
     finally:
         torch.set_num_threads(threads)

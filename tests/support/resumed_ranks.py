@@ -20,7 +20,6 @@ from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig, _state, config_of_run
 from gossipgrad.train._folder import RunDir, claim
-from gossipgrad.train._join import invite
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._state import reopen
 from gossipgrad.train._tasks import load_job
@@ -156,6 +155,5 @@ def _train(
         stop=stop,
         emit=events.append,
         groups=groups,
-        invite=invite,
     )
     return {"result": dataclasses.asdict(result), "events": events}

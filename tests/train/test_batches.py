@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from gossipgrad import data
 from gossipgrad.data import TensorSamples
-from gossipgrad.train import TrainConfig, run
+from gossipgrad.train import TrainConfig, check, run
 from gossipgrad.train._batches import RingBatches, ShardBatches, deal, make_batches
-from gossipgrad.train._check import check
 
 
 def shift(rows, indices, draw):

@@ -6,10 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gossipgrad.train import AllReduceConfig, GossipConfig, SparseConfig, TrainConfig
-from gossipgrad.train._check import check
-
-VERSIONS = {"python": "3"}
+from gossipgrad.train import AllReduceConfig, GossipConfig, SparseConfig, TrainConfig, check
 
 
 def resolved(tmp_path, **options):
@@ -26,18 +23,9 @@ def test_file_gives_back_the_run_without_its_folder(tmp_path):
             "sparse": SparseConfig(plan="single", density=0.25, density_warmup_steps=3),
         },
     )
-    config.write(tmp_path / "config.json", VERSIONS)
+    config.write(tmp_path / "config.json")
     read = TrainConfig.from_file(tmp_path / "config.json")
     assert read == dataclasses.replace(config, out=None)
-
-
-def test_file_states_what_the_learning_rate_does(tmp_path):
-    resolved(tmp_path).write(tmp_path / "config.json", VERSIONS)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert content["lr"] == 0.1
-    assert content["lr_rule"] == "none"
-    assert content["lr_formula"] == "lr * (1 + cos(pi * step / steps)) / 2, every step"
-    assert content["versions"] == VERSIONS
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adamw", 1e-3), ("muon", 1e-3)])
@@ -54,7 +42,10 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ({"lr": float("inf")}, "lr is inf, but must be above 0 and finite"),
         ({"weight_decay": float("inf")}, "weight_decay is inf, but must be finite"),
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be at least 0"),
-        ({"momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
+        (
+            {"options": {"sgd": {"momentum": 1.0}}},
+            "momentum is 1.0, but must be at least 0 and below 1",
+        ),
         ({"warmup_epochs": 5, "epochs": 5}, "warmup_epochs is 5, but must be below epochs, 5: the"),
         (
             {"lr_schedule": "step", "lr_step_epochs": 2, "warmup_epochs": 4},
@@ -83,10 +74,13 @@ def test_refuses_numbers_out_of_range(options, message):
         ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
         ('{"sparse": {"plan": "best"}}', "plan is 'best', but must be one of optimal, greedy"),
         ('{"epoch": 3}', "option 'epoch' is not known to TrainConfig"),
-        ('{"epochs": "3"}', "epochs is '3', but must be a whole number; leave out the quotes"),
-        ('{"epochs": 2.5}', "epochs is 2.5, but must be a whole number, such as 20"),
-        ('{"lr": "0.1"}', "lr is '0.1', but must be a number or None; leave out the quotes"),
-        ('{"gossip": {"average_every": "foo"}}', "average_every is 'foo', but must be a whole"),
+        ('{"epochs": "3"}', "epochs is '3', but must be a whole number"),
+        ('{"epochs": 2.5}', "epochs is 2.5, but must be a whole number"),
+        ('{"lr": "0.1"}', "lr is '0.1', but must be a number or None"),
+        (
+            '{"gossip": {"average_every": "foo"}}',
+            "average_every is 'foo', but must be log_p or a whole",
+        ),
         ('{"gossip": 3}', "gossip is 3, but must hold options by their names"),
         ('{"data_dir": 3}', "data_dir is 3, but must be a path or None"),
         ("[]", "holds no options"),
@@ -104,17 +98,14 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        ({"epochs": 2.5}, r"epochs is 2\.5, but must be a whole number, such as 20\."),
-        ({"epochs": True}, "epochs is True, but must be a whole number, such as 20"),
-        ({"epochs": "3"}, "epochs is '3', but must be a whole number; leave out the quotes"),
-        ({"lr": "0.1"}, "lr is '0.1', but must be a number or None; leave out the quotes"),
-        ({"momentum": False}, "momentum is False, but must be a number, such as 0.9"),
-        ({"quiet": "no"}, "quiet is 'no', but must be true or false, such as False"),
+        ({"epochs": True}, "epochs is True, but must be a whole number"),
+        ({"quiet": "no"}, "quiet is 'no', but must be true or false"),
         ({"wandb": 3}, "wandb is 3, but must be text or None"),
         ({"out": 3}, "out is 3, but must be a path or None"),
         ({"options": {"gossip": 3}}, "gossip is 3, but must hold options by their names"),
         ({"options": {"gosip": {}}}, "options has 'gosip', but there is no such section"),
         ({"options": {"gossip": {"evry": 2}}}, "option 'evry' is not known to GossipConfig"),
+        ({"options": {"sgd": {"momentum": False}}}, "momentum is False, but must be a number"),
         ({"options": 3}, "options is 3, but must be a dict"),
     ],
     ids=str,
@@ -125,25 +116,11 @@ def test_refuses_what_an_option_does_not_take(build, message):
 
 
 @pytest.mark.usefixtures("unchecked_types")
-def test_refuses_what_an_option_of_a_strategy_does_not_take():
-    with pytest.raises(
-        ValueError, match=r"average_every is 2\.5, but must be a whole number or log"
-    ):
-        GossipConfig(average_every=2.5)
-    with pytest.raises(ValueError, match="average_every is 'foo', but must be a whole number or l"):
-        GossipConfig(average_every="foo")
-    with pytest.raises(ValueError, match=r"density_warmup_steps is 2\.5, but must be a whole num"):
-        SparseConfig(density_warmup_steps=2.5)
-    assert TrainConfig(lr=1, momentum=0).lr == 1
-
-
-@pytest.mark.usefixtures("unchecked_types")
 def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
     config = TrainConfig(
         seed=np.int64(3),
         epochs=np.uint8(2),
         lr=np.float32(0.5),
-        momentum=np.float64(0.5),
         nproc=2,
         out="runs/x",
         data_dir="sets",
@@ -151,13 +128,14 @@ def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
             "gossip": GossipConfig(
                 every=np.int64(2), average_every=np.int64(4), deadline_seconds=3
             ),
-            "sparse": SparseConfig(density_warmup_steps=np.int64(3)),
+            "sgd": {"momentum": np.float64(0.5)},
         },
     )
     assert (config.out, config.data_dir) == (Path("runs/x"), Path("sets"))
-    config.write(tmp_path / "config.json", VERSIONS)
+    config.write(tmp_path / "config.json")
     told = json.loads((tmp_path / "config.json").read_text())
-    assert (told["seed"], told["epochs"], told["lr"], told["momentum"]) == (3, 2, 0.5, 0.5)
+    assert (told["seed"], told["epochs"], told["lr"]) == (3, 2, 0.5)
+    assert told["sgd"] == {"momentum": 0.5}
     assert (told["gossip"]["every"], told["gossip"]["average_every"]) == (2, 4)
 
 
@@ -182,14 +160,20 @@ def test_missing_file_names_the_way_out(tmp_path):
     ("options", "message"),
     [
         ({"strategy": "local", "options": {"gossip": {"every": 4}}}, "every=4 .*strategy is local"),
-        ({"optimizer": "adamw", "momentum": 0.5}, "momentum=0.5 is not used: optimizer is adamw"),
+        (
+            {"optimizer": "adamw", "options": {"sgd": {"momentum": 0.5}}},
+            "momentum=0.5 is not used: optimizer is adamw",
+        ),
         (
             {"strategy": "sparse", "options": {"sparse": {"plan": "wfbp", "density": 0.02}}},
             "density=0.02 is not us",
         ),
         ({"strategy": "local", "lr_rule": "sqrt"}, "lr_rule=sqrt is not used: strategy is local"),
         ({"lr_step_epochs": 3}, "lr_step_epochs=3 is not used: lr_schedule is cosine"),
-        ({"momentum": 0.0, "options": {"gossip": {"payload": "weights+state"}}}, "payload=weights"),
+        (
+            {"options": {"sgd": {"momentum": 0.0}, "gossip": {"payload": "weights+state"}}},
+            "payload=wei",
+        ),
         ({"options": {"gossip": {"max_staleness": 3}}}, "max_staleness=3 .* mode is overlap"),
         ({"lr_schedule": "step", "lr_step_epochs": 20}, "the rate never drops: lr_step_epochs is"),
     ],
@@ -226,7 +210,7 @@ def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks)
 def test_the_report_names_the_topology_that_follows_the_mode(tmp_path):
     for mode, topology in (("overlap", "dissemination"), ("stale", "matching")):
         config = TrainConfig(options={"gossip": {"mode": mode}})
-        config.resolved(nproc=2, out=tmp_path).write(tmp_path / "config.json", VERSIONS)
+        config.resolved(nproc=2, out=tmp_path).write(tmp_path / "config.json")
         told = json.loads((tmp_path / "config.json").read_text())["strategy_is"]
         assert (told["topology"], told["mode"]) == (topology, mode)
 
@@ -245,7 +229,7 @@ def test_what_is_compressed_is_checked_before_a_worker_starts():
 
 
 def test_config_json_names_what_is_not_used(tmp_path):
-    resolved(tmp_path, strategy="local").write(tmp_path / "config.json", VERSIONS)
+    resolved(tmp_path, strategy="local").write(tmp_path / "config.json")
     unused = json.loads((tmp_path / "config.json").read_text())["unused"]
     assert {"lr_rule", "gossip.every", "sparse.density"} <= {*unused}
-    assert not {"lr", "momentum", "batch_size"} & {*unused}
+    assert not {"lr", "sgd.momentum", "batch_size"} & {*unused}

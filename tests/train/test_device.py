@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gossipgrad import data
-from gossipgrad.train import MLP, TrainConfig
-from gossipgrad.train._check import check
+from gossipgrad.train import MLP, TrainConfig, check
 from gossipgrad.train._device import check_device, find_device
 from gossipgrad.train._evaluate import TestPart
 from support.alone import begin_alone, train_alone

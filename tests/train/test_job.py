@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipgrad.cli import main
 from gossipgrad.data import ShardedSampler
-from gossipgrad.train import Job, JobError, TrainConfig
-from gossipgrad.train._check import check
+from gossipgrad.train import Job, JobError, TrainConfig, check
 from gossipgrad.train._state import reopen
 from support.alone import begin_alone, train_alone
 from support.launched import count

@@ -1,5 +1,6 @@
 """Which runs can be joined, and what is said of others before anything is trained."""
 
+import json
 import socket
 
 import pytest
@@ -11,7 +12,7 @@ from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.errors import GossipError
 from gossipgrad.train import JoinConfig, RunFailedError, TrainConfig, join_run
 from gossipgrad.train._folder import RunDir
-from gossipgrad.train._invitation import Invitation, fingerprint_of, invite, root_of
+from gossipgrad.train._join import fingerprint_of, invite
 from support.jobs import job_of, job_on
 
 
@@ -21,18 +22,18 @@ def run_dir(tmp_path):
     made = RunDir(tmp_path / "run")
     made.partial.mkdir(parents=True)
     describe(made)
-    invitation().write(made)
+    write_invitation(made)
     return made
 
 
 def describe(run_dir, **options):
     config = TrainConfig(nproc=3, threads=2, **options).resolved(nproc=3, out=run_dir.path)
-    config.write(run_dir.config, {})
+    config.write(run_dir.config)
 
 
-def invitation(**changes):
+def write_invitation(run_dir, **changes):
     found = {"address": "127.0.0.1:1/run/members/1", "refusal": None, "data": ""}
-    return Invitation(**found | changes)
+    run_dir.invitation.write_text(json.dumps(found | changes))
 
 
 def refused(run_dir):
@@ -65,7 +66,7 @@ def test_a_run_that_does_not_train_is_refused_with_the_way_out(run_dir):
 
 
 def test_a_run_that_invites_nobody_says_why(run_dir):
-    invitation(address=None, refusal="its links are scripted").write(run_dir)
+    write_invitation(run_dir, address=None, refusal="its links are scripted")
     assert refused(run_dir).endswith("cannot be joined: its links are scripted")
 
 
@@ -75,10 +76,10 @@ def test_a_dead_run_and_other_data_are_refused(run_dir):
         port = listener.getsockname()[1]
     job = job_of(TrainConfig.from_file(run_dir.config), data.load("digits"))
     address = f"127.0.0.1:{port}/run/members/1"
-    invitation(address=address, data=fingerprint_of(job)).write(run_dir)
+    write_invitation(run_dir, address=address, data=fingerprint_of(job))
     with pytest.raises(RunFailedError, match=r"if it was killed, begin another like it by"):
         join_run(JoinConfig(run=run_dir.path, quiet=True))
-    invitation(data="another").write(run_dir)
+    write_invitation(run_dir, data="another")
     with pytest.raises(RunFailedError, match="data set digits is another here than where"):
         join_run(JoinConfig(run=run_dir.path, quiet=True))
 
@@ -110,15 +111,10 @@ def test_a_store_that_is_slow_to_answer_ends_no_run(run_dir):
         def join_address(self):
             raise GossipError("the store does not answer: it had 10 s")
 
+    run_dir.invitation.unlink()
     assert invite(Slow(), toy(torch.arange(4)), run_dir) is None
     assert refused(run_dir).endswith("cannot be joined: the store does not answer: it had 10 s")
-
-
-def test_an_invitation_is_its_owners_alone_and_goes_with_the_run(run_dir):
-    assert run_dir.invitation.stat().st_mode & 0o777 == 0o600
-    assert Invitation.read(run_dir) == invitation()
-    run_dir.remove_partial()
-    assert Invitation.read(run_dir) is None
+    assert run_dir.invitation.stat().st_mode & 0o777 == 0o600, "its owner's alone"
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 3)])
@@ -129,8 +125,3 @@ def test_data_sets_are_told_apart_by_their_labels(shape):
     other[3] = (other[3] + 1) % 4
     assert fingerprint_of(toy(y)) == fingerprint_of(toy(y.clone()))
     assert fingerprint_of(toy(y)) != fingerprint_of(toy(other))
-
-
-def test_the_store_below_all_prefixes_is_found():
-    root = dist.HashStore()
-    assert root_of(dist.PrefixStore("a", dist.PrefixStore("b", root))) is root

@@ -7,7 +7,7 @@ from gossipgrad.train._folder import RunDir, claim
 
 
 def write_config(run_dir):
-    TrainConfig().resolved(nproc=2, out=run_dir.path).write(run_dir.config, {})
+    TrainConfig().resolved(nproc=2, out=run_dir.path).write(run_dir.config)
 
 
 @pytest.fixture(
@@ -70,7 +70,7 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     write_config(run_dir)
     for file in (run_dir.summary, run_dir.metrics(7), run_dir.errors(3), run_dir.rank_result(2)):
         file.write_text("old")
-    for name in ("config.json.partial", "summary.json.partial", "invitation.partial"):
+    for name in ("config.json.partial", "summary.json.partial", "invitation.json.partial"):
         (tmp_path / name).write_text("half")
     (tmp_path / "notes.txt").write_text("mine")
     claim(tmp_path, name="", overwrite=True)

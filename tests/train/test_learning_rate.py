@@ -47,21 +47,3 @@ def test_falling_schedules_reach_0_after_the_last_step():
         rate = LearningRate(base=1.0, schedule=schedule, warmup_epochs=1)
         for step in (8, 9):  # a run that counts rounds may go a little beyond its end
             assert rate.factor(step, steps_per_epoch=2, epochs=4) == pytest.approx(0.0, abs=1e-15)
-
-
-def test_formula_says_all_of_it():
-    assert LearningRate(base=1.0, schedule="constant").formula == "lr"
-    assert (
-        LearningRate(base=1.0, sharing_ranks=8, rule="sqrt", schedule="linear").formula
-        == "lr * sqrt(8) * (1 - step / steps), every step"
-    )
-    assert (
-        LearningRate(
-            base=1.0, sharing_ranks=8, rule="linear", schedule="step", step_epochs=30
-        ).formula
-        == "lr * 8 * 0.1 ** (epoch // 30)"
-    )
-    assert LearningRate(base=1.0, warmup_epochs=5).formula == (
-        "lr * (step + 1) / warmup in the first 5 epochs, which have warmup steps, then "
-        "lr * (1 + cos(pi * (step - warmup) / (steps - warmup))) / 2, every step"
-    )

@@ -21,7 +21,7 @@ from gossipgrad.train import (
     config_of_run,
     run,
 )
-from gossipgrad.train._folder import RunDir, hold, hold_lock, is_held
+from gossipgrad.train._folder import RunDir, held, hold_lock, is_held
 from support.waiting import HANG_SECONDS
 
 HOLDS_ITS_LOCK = """
@@ -39,7 +39,7 @@ def run_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "_PATIENCE_SECONDS", 0.1)
     made = RunDir(tmp_path)
     made.partial.mkdir()
-    config(made).resolved(nproc=2, out=made.path).write(made.config, {})
+    config(made).resolved(nproc=2, out=made.path).write(made.config)
     checkpoint.save(made.checkpoints, {}, rank=0, world_size=1, step=10, run="it")
     return made
 
@@ -150,11 +150,11 @@ def test_a_rank_that_begins_is_never_seen_as_a_dead_one(tmp_path, monkeypatch):
 
     def looked_at_first(file, how):
         if how & fcntl.LOCK_EX:
-            seen.append(is_held(path))
+            seen.append(is_held(path, otherwise=None))
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", looked_at_first)
-    with hold(path):
-        assert is_held(path)
+    with held(path):
+        assert is_held(path, otherwise=False)
     assert seen == [None], "there is no file yet"
-    assert is_held(path) is False
+    assert is_held(path, otherwise=True) is False

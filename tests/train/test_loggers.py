@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gossipgrad.train import TrainConfig, _loggers, config_of_run
-from gossipgrad.train._check import check
+from gossipgrad.train import TrainConfig, _loggers, check, config_of_run
 from gossipgrad.train._folder import RunDir, claim
 from gossipgrad.train._loggers import Loggers, check_loggers, open_loggers
 from gossipgrad.train._state import reopen
@@ -113,7 +112,7 @@ def test_a_resumed_run_replaces_the_steps_it_makes_again(tmp_path, fake_wandb):
 def test_every_rank_has_a_folder_of_its_own_and_overwrite_empties_it(tmp_path):
     run_dir = claim(tmp_path, name="", overwrite=False)
     config = TrainConfig(tensorboard=True).resolved(nproc=4, out=tmp_path)
-    config.write(run_dir.config, {})
+    config.write(run_dir.config)
     for rank in (0, 3):
         open_loggers(config, run_dir, rank).close()
     found = [*tmp_path.glob("tensorboard/rank*/events*")]

@@ -20,7 +20,6 @@ class Disk:
 
     def __init__(self):
         self.room_bytes = 1 << 20
-        self.fails = self.interrupts = False
 
     def open(self, path, mode, buffering):
         disk = self
@@ -30,15 +29,7 @@ class Disk:
                 took = content[: max(0, disk.room_bytes - self.tell())]
                 if not took:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                if disk.interrupts:
-                    super().write(took[:5])
-                    raise KeyboardInterrupt
                 return super().write(took)
-
-            def truncate(self, size=None):
-                if disk.fails:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return super().truncate(size)
 
         return File(path, mode.replace("b", ""))
 
@@ -76,8 +67,6 @@ def test_what_a_full_disk_does_not_take_is_left_out_whole(disk, tmp_path):
         with pytest.warns(UserWarning, match="an event is left out of the metrics"):
             metrics.write("step", step=3)
         metrics.write("step", step=4)  # without another word
-        assert steps(path) == [1, 2]
-        assert metrics.state(epoch_batches=1)["offset"] == path.stat().st_size
         disk.room_bytes += 1 << 20
         metrics.write("step", step=5)
     assert steps(path) == [1, 2, 5]
@@ -99,35 +88,6 @@ def test_a_run_that_is_resumed_goes_on_behind_what_its_checkpoint_knows(disk, tm
         metrics.write("step", step=21)
     assert steps(path) == [1, 20, 21], "behind its end there is nothing to cut off"
     assert metrics.notes == []
-
-
-def test_a_part_that_the_disk_did_not_give_back_goes_before_the_next_line(disk, tmp_path):
-    path = tmp_path / "metrics-rank0.jsonl"
-    with Metrics(path) as metrics:
-        metrics.write("step", step=1)
-        disk.room_bytes, disk.fails = path.stat().st_size + 10, True
-        with pytest.warns(UserWarning, match="an event is left out of the metrics"):
-            metrics.write("step", step=2)
-        disk.room_bytes = 1 << 20
-        metrics.write("step", step=3)
-        assert not path.read_text().endswith("\n"), "the part is there still"
-        disk.fails = False
-        metrics.write("step", step=4)
-        assert metrics.state(epoch_batches=1)["offset"] == path.stat().st_size
-    assert steps(path) == [1, 4]
-
-
-def test_an_interrupt_leaves_no_line_in_part(disk, tmp_path):
-    path = tmp_path / "metrics-rank0.jsonl"
-    with Metrics(path) as metrics:
-        metrics.write("step", step=1)
-        disk.interrupts = True
-        with pytest.raises(KeyboardInterrupt):
-            metrics.write("step", step=2)
-        disk.interrupts = False
-        assert steps(path) == [1]
-        metrics.write("step", step=3)
-    assert steps(path) == [1, 3]
 
 
 def test_the_end_of_a_file_that_a_broken_machine_has_lost_is_cut_off_to_whole_lines(disk, tmp_path):

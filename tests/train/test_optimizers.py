@@ -3,8 +3,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from gossipgrad.train import MLP, LeNet, TrainConfig
-from gossipgrad.train._check import check
+from gossipgrad.train import MLP, LeNet, TrainConfig, check
 from gossipgrad.train._optimizers import (
     make_optimizers,
     make_schedulers,
@@ -21,7 +20,8 @@ def made(tmp_path, model, **options):
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_options_take_effect(tmp_path, name):
-    options = {"optimizer": name, "lr": 0.25, "momentum": 0.5, "weight_decay": 0.125}
+    options = {"optimizer": name, "lr": 0.25, "weight_decay": 0.125}
+    options["options"] = {"sgd": {"momentum": 0.5}}
     _, (optimizer,) = made(tmp_path, MLP(2, 2), **options)
     (group,) = optimizer.param_groups
     assert len(group["params"]) == 6
@@ -93,7 +93,7 @@ def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypat
 
 def test_every_optimizer_follows_the_schedule(tmp_path):
     config, optimizers = made(tmp_path, MLP(2, 2), optimizer="muon", lr=2.0)
-    schedulers = make_schedulers(config.learning_rate, optimizers, steps_per_epoch=2, epochs=2)
+    schedulers = make_schedulers(config, optimizers, steps_per_epoch=2)
     found = []
     for _ in range(4):
         found.append([o.param_groups[0]["lr"] for o in optimizers])

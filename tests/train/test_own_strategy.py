@@ -8,8 +8,7 @@ import torch
 
 from gossipgrad import cli
 from gossipgrad.cli._train import parse, parse_join
-from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, config_of_run
-from gossipgrad.train._check import check
+from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, check, config_of_run
 from gossipgrad.train._folder import claim
 from gossipgrad.train._state import reopen
 from gossipgrad.train.strategies import Strategy
@@ -85,7 +84,7 @@ def train(tmp_path):
             chosen = ["--strategy", "toy", "--checkpoint-every", "10", "--lr-schedule", "constant"]
             config = parse([*chosen, *arguments]).named()
         config = config.resolved(nproc=1, out=run_dir.path)
-        config.write(run_dir.config, {})
+        config.write(run_dir.config)
         return train_alone(config, run_dir)
 
     return train

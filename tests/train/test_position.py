@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from gossipgrad.train._learning_rate import LearningRate
-from gossipgrad.train._loop import RunPosition
+from gossipgrad.train._setup import RunPosition
 from gossipgrad.train.strategies._local import Local
 from support.shares import Run
 from support.shares import let_go as let_go

@@ -2,10 +2,8 @@
 
 import dataclasses
 import os
-import warnings
 
 import pytest
-import torch
 
 from gossipgrad import checkpoint
 from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
@@ -26,9 +24,9 @@ def run_dir(tmp_path):
     return run_dir
 
 
-def write(run_dir, versions=None, **options):
+def write(run_dir, **options):
     config = TrainConfig(run_name="it", checkpoint_every=5, quiet=True, **options)
-    config.resolved(nproc=3, out=run_dir.path).write(run_dir.config, versions or {})
+    config.resolved(nproc=3, out=run_dir.path).write(run_dir.config)
 
 
 def test_options_are_whole_whenever_their_writer_is_killed(run_dir, monkeypatch):
@@ -54,20 +52,6 @@ def test_a_run_goes_on_without_its_faults(run_dir):
     reopen(dataclasses.replace(saved, options={"gossip": GossipConfig()}))
 
 
-@pytest.mark.parametrize("noted", [{"torch": "1.0"}, {"torch": torch.__version__}, {}])
-def test_other_versions_are_told(noted, run_dir):
-    write(run_dir, noted)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        reopen(config_of_run(run_dir.path))
-    texts = [str(one.message) for one in told]
-    if noted == {"torch": "1.0"}:
-        (text,) = texts
-        assert f"was made with torch 1.0 (now {torch.__version__})" in text
-    else:
-        assert texts == []
-
-
 def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(run_dir):
     """Theirs would be shown as if they were in it; of one that was lost its own begins anew."""
     for rank in range(5):
@@ -75,12 +59,12 @@ def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(run_dir):
     config, run_dir = reopen(dataclasses.replace(config_of_run(run_dir.path), nproc=2))
     config = config.resolved(nproc=2, out=run_dir.path)
     for rank in (1, 0):
-        begin_resumed(config, run_dir, rank=rank, anew=rank == 1)
+        begin_resumed(config, run_dir, rank=rank, is_new=rank == 1)
     assert run_dir.metrics_ranks() == [0]
     former = {path.name: path.read_text() for path in (run_dir.path / "former").iterdir()}
     assert former == {f"metrics-rank{rank}.jsonl": f"of rank {rank}" for rank in (1, 2, 3, 4)}
     run_dir.metrics(1).write_text("again")
-    begin_resumed(config, run_dir, rank=1, anew=True)
+    begin_resumed(config, run_dir, rank=1, is_new=True)
     assert (run_dir.path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
     claim(run_dir.path, name="", overwrite=True)
     assert not list(run_dir.path.rglob("*.jsonl")), "of a run that is replaced, nothing stays"

@@ -79,7 +79,11 @@ def corrected(rank, store):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         sparse = SparseConfig(plan="single", density=0.1, momentum_correction=correction)
         strategy = start(
-            rank, "sparse", model, optimizer, momentum=momentum, options={"sparse": sparse}
+            rank,
+            "sparse",
+            model,
+            optimizer,
+            options={"sparse": sparse, "sgd": {"momentum": momentum}},
         )
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
@@ -127,8 +131,8 @@ def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
 
 
 def test_a_correction_of_no_momentum_warns():
-    for options in ({"momentum": 0.0}, {"optimizer": "adamw"}):
-        sparse = SparseConfig(momentum_correction=True)
-        config = TrainConfig(strategy="sparse", options={"sparse": sparse}, **options)
+    for sgd, optimizer in (({"momentum": 0.0}, "sgd"), ({}, "adamw")):
+        options = {"sparse": SparseConfig(momentum_correction=True), "sgd": sgd}
+        config = TrainConfig(strategy="sparse", optimizer=optimizer, options=options)
         with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
             config.warn_of_unused()

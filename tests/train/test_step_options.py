@@ -10,7 +10,13 @@ from gossipgrad.train import run
 from support.launched import config
 
 pytestmark = pytest.mark.process
-PLAIN = {"momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "trace": 0, "nproc": 2}
+PLAIN = {
+    "options": {"sgd": {"momentum": 0.0}},
+    "weight_decay": 0.0,
+    "lr_schedule": "constant",
+    "trace": 0,
+    "nproc": 2,
+}
 
 
 def weights(folder, **options):

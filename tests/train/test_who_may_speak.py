@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.train import TrainConfig
-from gossipgrad.train._check import check
+from gossipgrad.train import TrainConfig, check
 from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS, until
 

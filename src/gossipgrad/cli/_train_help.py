@@ -12,7 +12,7 @@ _COLUMNS = 100
 _NAME_COLUMNS = 26
 _GROUPS = {
     "most used": "job data model strategy optimizer epochs batch_size lr nproc out",
-    "steps": "max_steps accumulate clip_norm amp momentum weight_decay seed apoptosis",
+    "steps": "max_steps accumulate clip_norm amp weight_decay seed apoptosis",
     "learning rate": "lr_rule warmup_epochs lr_schedule lr_step_epochs lr_gamma",
     "samples": "data_dir shuffle shards data_threads",
     "start, resume, join": (

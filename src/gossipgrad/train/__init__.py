@@ -1,5 +1,6 @@
 """The main job: one configuration, one loop, on local processes or in a world already started."""
 
+from ._check import check as check
 from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import TrainConfig as TrainConfig
 from ._job import Job as Job
@@ -12,12 +13,13 @@ from ._models import MLP as MLP
 from ._models import LeNet as LeNet
 from ._models import build_model as build_model
 from ._models import cross_entropy as cross_entropy
+from ._optimizer_options import SecondOrderConfig as SecondOrderConfig
+from ._optimizer_options import SGDConfig as SGDConfig
 from ._progress import show_metric as show_metric
 from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._run import DEFAULT_NPROC as DEFAULT_NPROC
 from ._run import run as run
-from ._second_order import SecondOrderConfig as SecondOrderConfig
 from ._state import config_of_run as config_of_run
 from ._tasks import load_job as load_job
 from ._world import World as World

@@ -15,6 +15,7 @@ from ._config import DEFAULT_LR, TrainConfig
 from ._device import check_device, find_device
 from ._loggers import check_loggers
 from ._models import build_model
+from ._optimizer_options import SECTIONS
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
 
@@ -103,7 +104,12 @@ def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None
 
 
 def _warn_of_own_optimizer(config: TrainConfig) -> None:
-    for name in ("optimizer", "lr", "lr_rule", "momentum", "weight_decay"):
+    for section, kind in SECTIONS.items():
+        if config.options[section] != kind():
+            warnings.warn(
+                f"{config.options[section]} is not used: the job has an optimizer.", stacklevel=3
+            )
+    for name in ("optimizer", "lr", "lr_rule", "weight_decay"):
         usual = (TrainConfig.__dataclass_fields__[name].default, DEFAULT_LR[config.optimizer])
         if (value := getattr(config, name)) not in usual:
             warnings.warn(f"{name}={value} is not used: the job has an optimizer.", stacklevel=3)

@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from ._folder import write_whole
 from ._learning_rate import LearningRate, LrRule, LrSchedule
+from ._optimizer_options import SECOND_ORDER, SECTIONS
 from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
-from ._second_order import SECOND_ORDER, SecondOrderConfig
 from .strategies import (
-    SECOND_ORDER_SECTION,
     Setting,
     Strategy,
     check_options,
@@ -96,8 +95,6 @@ class TrainConfig:
     run."""
     lr_gamma: float = 0.1
     """What a drop of lr_schedule step multiplies the rate by."""
-    momentum: float = 0.9
-    """Momentum of sgd; others have their own, muon 0.95."""
     weight_decay: float = 5e-4
     """Weight decay."""
     seed: int = 0
@@ -194,7 +191,6 @@ class TrainConfig:
         check_rule(self, "above 0 and finite", lambda value: 0 < value < math.inf, *positive)
         shares = ("lr_gamma", "apoptosis")
         check_rule(self, "above 0 and below 1", lambda value: 0 < value < 1, *shares)
-        check_rule(self, "at least 0 and below 1", lambda value: 0 <= value < 1, "momentum")
         check_rule(self, "a name", bool, "wandb", "run_name")
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
@@ -271,14 +267,9 @@ class TrainConfig:
         return self.options[self.traits.section] if self.traits.options_type else None
 
     @property
-    def second_order(self) -> SecondOrderConfig:
-        """The options of optimizer soap, kl-shampoo and shampoo."""
-        return self.options[SECOND_ORDER_SECTION]
-
-    @property
-    def sections_in_use(self) -> list[str]:
-        """The sections of the strategy and of the optimizer, if they have any."""
-        return sections_of(strategy=self.strategy, optimizer=self.optimizer)
+    def momentum(self) -> float:
+        """That of optimizer sgd."""
+        return self.options["sgd"].momentum
 
     def setting(self, world_size: int, *, total_steps: int = 0) -> Setting:
         """What a strategy may know of the run, on so many ranks and of so many steps."""
@@ -322,18 +313,17 @@ class TrainConfig:
     def _unused(self) -> list[tuple[str, str, str]]:
         """Options that others leave without use: the section, the name, and why."""
         strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
-        own = self.sections_in_use
+        own = sections_of(strategy=self.strategy, optimizer=self.optimizer)
         unused: list[tuple[str, str, str]] = []
         for section, kind in options_by_section().items():
-            owner = (
-                f"optimizer is {self.optimizer}" if section == SECOND_ORDER_SECTION else strategy
-            )
+            owner = f"optimizer is {self.optimizer}" if section in SECTIONS else strategy
             why = {field.name: owner for field in dataclasses.fields(kind)}
-            if section == SECOND_ORDER_SECTION and section in own:
-                why = self.second_order.unused()
+            if section == "second_order" and section in own:
+                why = self.options[section].unused()
             elif section in own:
                 setting = self.setting(self.nproc or 0)
-                why = self.traits.unused(self.strategy_options, setting)
+                is_of_strategy = section == self.traits.section
+                why = self.traits.unused(self.strategy_options, setting) if is_of_strategy else {}
             unused += [(section, name, reason) for name, reason in why.items()]
         if not self.traits.communicates:
             unused.append(("", "lr_rule", strategy))
@@ -342,8 +332,6 @@ class TrainConfig:
             unused += [("", name, f"job is {self.job}") for name in names]
         elif self.data == "digits":
             unused.append(("", "data_dir", "data is digits, a part of the package"))
-        if self.optimizer != "sgd":
-            unused.append(("", "momentum", f"optimizer is {self.optimizer}"))
         if self.checkpoint_every is None:
             unused.append(("", "keep_checkpoints", "there are none without checkpoint_every"))
         if self.lr_schedule != "step":

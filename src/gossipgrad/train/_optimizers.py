@@ -10,9 +10,8 @@ import gossipgrad as gg
 
 from ._config import TrainConfig
 from ._job import Job
-from ._learning_rate import LearningRate
 from ._models import heads
-from ._second_order import SECOND_ORDER
+from ._optimizer_options import SECOND_ORDER
 
 
 def make_optimizers(
@@ -63,7 +62,7 @@ def make_optimizers(
 
 
 def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
-    options = config.second_order
+    options = config.options["second_order"]
     every, late = options.refresh_every, options.max_staleness
     policies = {
         "synchronous": lambda: gg.Synchronous(every),
@@ -119,19 +118,14 @@ def notes_on_muon(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def make_schedulers(
-    rate: LearningRate,
-    optimizers: Sequence[Optimizer],
-    *,
-    steps_per_epoch: int,
-    epochs: int,
-    max_steps: int | None = None,
+    config: TrainConfig, optimizers: Sequence[Optimizer], *, steps_per_epoch: int
 ) -> list[LRScheduler]:
     """One scheduler an optimizer; each sets the learning rate step by step."""
+    rate = config.learning_rate
+    lengths = {"epochs": config.epochs, "max_steps": config.max_steps}
 
     def factor(step: int) -> float:
-        return rate.factor(
-            step, steps_per_epoch=steps_per_epoch, epochs=epochs, max_steps=max_steps
-        )
+        return rate.factor(step, steps_per_epoch=steps_per_epoch, **lengths)
 
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 

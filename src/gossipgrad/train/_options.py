@@ -8,7 +8,14 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "None",
+    Path: "a path",
+}
 
 
 def make_plain(owner: Any) -> None:
@@ -51,10 +58,7 @@ def check_values(kind: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         parts = _parts(hints[name])
         if not any(_fits(value, part) for part in parts):
-            default = kind.__dataclass_fields__[name].default
-            raise ValueError(
-                f"{name} is {value!r}, but must be {_rule(parts)}{_way_out(value, parts, default)}."
-            )
+            raise ValueError(f"{name} is {value!r}, but must be {_rule(parts)}.")
 
 
 def from_plain(kind: type, values: Any, name: str) -> dict[str, Any]:
@@ -80,34 +84,10 @@ def _fits(value: object, part: Any) -> bool:
 
 
 def _rule(parts: tuple[Any, ...]) -> str:
-    choices = [one for part in parts for one in typing.get_args(part)]
+    choices = [str(one) for part in parts for one in typing.get_args(part)]
     kinds = [part for part in parts if typing.get_origin(part) is not Literal]
-    if all(kind is types.NoneType for kind in kinds):
-        return f"one of {', '.join(map(str, [*choices, *([None] if kinds else [])]))}"
-    words = [_WORDS.get(kind, "None" if kind is types.NoneType else _named(kind)) for kind in kinds]
-    return " or ".join([*words[:1], *map(str, choices), *words[1:]])
-
-
-def _named(kind: type) -> str:
-    return "a path" if issubclass(kind, Path) else f"a {kind.__name__}"
-
-
-def _way_out(value: object, parts: tuple[Any, ...], default: object) -> str:
-    if isinstance(value, str) and {int, float} & set(parts) and _is_number(value):
-        return "; leave out the quotes"
-    if isinstance(value, float) and int in parts and value.is_integer():
-        return f", such as {int(value)}"
-    if {int, float, bool, str} & set(parts) and any(_fits(default, part) for part in parts):
-        return f", such as {default}" if default is not None else ""
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    words = [_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds]
+    return " or ".join([", ".join(choices)] * bool(choices) + words)
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

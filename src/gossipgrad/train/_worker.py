@@ -190,14 +190,16 @@ class _Worker:
                 others = (PeerLostError, RunFailedError)
                 if not self._has_begun:
                     others = (GossipError, dist.DistError)
-                    self.start.fail(f"rank {rank} {cause}")
-                    self._free_folder()
                 end = {
                     "cause": cause,
                     "is_consequence": isinstance(error, others),
                     "is_fatal": isinstance(error, DivergedError),
                 }
-                ends.hand_in(rank, end)
+                if not isinstance(error, StartFailedError):  # then rank 0 frees the folder
+                    ends.hand_in(rank, end)
+                if not self._has_begun:
+                    self.start.fail(f"rank {rank} {cause}")
+                    self._free_folder()
                 trace = f" (traceback in {where})" if is_written else ""
                 raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{trace}") from error
 

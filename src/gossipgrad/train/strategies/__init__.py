@@ -2,7 +2,6 @@
 
 from ._all_reduce import AllReduceConfig as AllReduceConfig
 from ._gossip import GossipConfig as GossipConfig
-from ._registry import SECOND_ORDER_SECTION as SECOND_ORDER_SECTION
 from ._registry import STRATEGIES as STRATEGIES
 from ._registry import check_options as check_options
 from ._registry import find as find

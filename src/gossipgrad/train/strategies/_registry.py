@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from gossipgrad.train._optimizer_options import SECTION_OF, SECTIONS
 from gossipgrad.train._options import from_plain
-from gossipgrad.train._second_order import SECOND_ORDER, SecondOrderConfig
 
 from ._all_reduce import AllReduceStrategy
 from ._gossip import GossipStrategy
@@ -24,8 +24,6 @@ STRATEGIES: dict[str, Strategy] = {
     )
 }
 
-SECOND_ORDER_SECTION = "second_order"
-
 
 def find(name: str) -> Strategy:
     """The strategy of that name."""
@@ -37,14 +35,14 @@ def find(name: str) -> Strategy:
 def options_by_section() -> dict[str, type]:
     """Return the types of options by section: those of strategies, and of the optimizers."""
     sections = {one.section: one.options_type for one in STRATEGIES.values() if one.options_type}
-    return sections | {SECOND_ORDER_SECTION: SecondOrderConfig}
+    return sections | SECTIONS
 
 
 def sections_of(*, strategy: str, optimizer: str) -> list[str]:
     """Return the sections whose options a run uses; a strategy that is not known has none."""
     found = STRATEGIES.get(strategy)
     sections = [found.section] if found is not None and found.options_type else []
-    return sections + [SECOND_ORDER_SECTION] * (optimizer in SECOND_ORDER)
+    return sections + [SECTION_OF[optimizer]] * (optimizer in SECTION_OF)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

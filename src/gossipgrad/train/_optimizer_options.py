@@ -1,11 +1,24 @@
-"""The options of the second-order optimizers of a run."""
+"""The options of optimizers, by section."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ._options import check_at_least, check_fields, make_plain
+from ._options import check_at_least, check_fields, check_rule, make_plain
 
 SECOND_ORDER = ("soap", "kl-shampoo", "shampoo")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDConfig:
+    """What optimizer sgd alone has."""
+
+    momentum: float = 0.9
+    """Momentum of sgd; others have their own, muon 0.95."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_rule(self, "at least 0 and below 1", lambda value: 0 <= value < 1, "momentum")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +45,7 @@ class SecondOrderConfig:
         """Options without effect, and why."""
         why = f"refresh is {self.refresh}"
         return {} if self.refresh == "background" else {"max_staleness": why}
+
+
+SECTIONS: dict[str, type] = {"sgd": SGDConfig, "second_order": SecondOrderConfig}
+SECTION_OF = {"sgd": "sgd", **dict.fromkeys(SECOND_ORDER, "second_order")}
