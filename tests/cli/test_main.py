@@ -104,7 +104,7 @@ def test_another_optimizer_brings_its_own_learning_rate(saved, tmp_path, capsys)
     assert given(*saved(lr=0.5), "--optimizer", "sgd").lr == 0.5
     run = tmp_path / "run"
     run.mkdir()
-    TrainConfig(lr=0.5).resolved(nproc=2, out=run).write(run / "config.json", {})
+    TrainConfig(lr=0.5).resolved(nproc=2, out=run).write(run / "config.json")
     capsys.readouterr()
     for arguments, file in ((["--resume", str(run)], run), (saved(lr=0.5), "config.json")):
         config = given(*arguments, "--optimizer", "adamw")

@@ -58,7 +58,6 @@ def statistics(rank: int, store: object, names: tuple[str, ...]) -> dict[str, tu
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         strategy = start(rank, name, model, optimizer)
         for _ in range(STEPS):
-            strategy.begin_step()
             x = 10.0 * (rank + 1) + torch.tensor([[-1.0], [0.0], [1.0]])
             strategy.backward(strategy.model(x).square().mean())
             optimizer.step()
@@ -101,7 +100,6 @@ def stopped(rank: int, store: Any, name: str, first: int) -> tuple[int, bool, li
             stop.set()
         if strategy.should_stop(step, is_asked=stop.is_set()):
             break
-        strategy.begin_step()
         strategy.backward(nn.functional.cross_entropy(strategy.forward(x), y))
         optimizer.step()
         optimizer.zero_grad()

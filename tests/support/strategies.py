@@ -64,7 +64,6 @@ def start(
 
 def take_step(strategy: RunningStrategy, optimizer: Optimizer, rank: int, step: int) -> None:
     """Forward, backward, and the optimizer's step."""
-    strategy.begin_step()
     strategy.backward(loss_of(strategy.model, rank, step))
     optimizer.step()
     optimizer.zero_grad()

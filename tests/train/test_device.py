@@ -80,7 +80,7 @@ def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(
-        "gossipgrad.train._rank.find_device", lambda config, rank: torch.device("meta")
+        "gossipgrad.train._setup.find_device", lambda config, rank: torch.device("meta")
     )
     monkeypatch.setattr(MLP, "forward", forward)
     with pytest.raises(InterruptedError):

@@ -92,7 +92,7 @@ def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypat
 
 
 def test_every_optimizer_follows_the_schedule(tmp_path):
-    config, optimizers = made(tmp_path, MLP(2, 2), optimizer="muon", lr=2.0)
+    config, optimizers = made(tmp_path, MLP(2, 2), optimizer="muon", lr=2.0, epochs=2)
     schedulers = make_schedulers(config, optimizers, steps_per_epoch=2)
     found = []
     for _ in range(4):

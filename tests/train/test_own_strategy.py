@@ -36,12 +36,13 @@ class Decaying(Local):
         self._options, self._begun = options, 0
         self.notes += ["it decays"] * options.is_loud
 
-    def begin_step(self):
+    def forward(self, x):
         self._begun += 1
         if self._begun % self._options.every == 0:
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.mul_(self._options.decay)
+        return super().forward(x)
 
 
 class Toy(Strategy):

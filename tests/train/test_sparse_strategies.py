@@ -131,8 +131,8 @@ def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
 
 
 def test_a_correction_of_no_momentum_warns():
-    for sgd, optimizer in (({"momentum": 0.0}, "sgd"), ({}, "adamw")):
-        options = {"sparse": SparseConfig(momentum_correction=True), "sgd": sgd}
+    for of_sgd, optimizer in (({"momentum": 0.0}, "sgd"), ({}, "adamw")):
+        options = {"sparse": SparseConfig(momentum_correction=True), "sgd": of_sgd}
         config = TrainConfig(strategy="sparse", optimizer=optimizer, options=options)
         with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
             config.warn_of_unused()

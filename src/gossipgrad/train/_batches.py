@@ -76,10 +76,7 @@ class ShardBatches:
 
 
 class RingBatches:
-    """Batches of a shard whose rows move on to the next rank; a collective when made.
-
-    A row travels with its place in the data set, which decides how it is augmented.
-    """
+    """Batches of a shard whose rows move on to the next rank; a collective when made."""
 
     def __init__(
         self,
@@ -166,11 +163,7 @@ def make_batches(
     groups: Groups | None = None,
     session: Session | None = None,
 ) -> AnyBatches:
-    """The batches that `config` asks for; a collective with `shuffle` ring.
-
-    Shares of `shuffle` global are dealt again when ranks join or leave, where a run goes on without
-    them; shards stay as they are: they stand for samples that one rank alone can reach.
-    """
+    """The batches that `config` asks for; a collective with `shuffle` ring."""
     threads = config.batch_threads
     if config.shuffle == "global":
         deal_anew = not config.needs_every_rank and session is not None and session.world_size > 1

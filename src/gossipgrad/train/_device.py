@@ -46,10 +46,7 @@ def find_device(
 def find_backend(
     config: TrainConfig, world_size: int, *, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """The backend of collectives of the baselines: NCCL where each rank has a GPU of its own.
-
-    NCCL refuses ranks that share a GPU; these, and ranks on the CPU, use Gloo.
-    """
+    """The backend of collectives of the baselines: NCCL where each rank has a GPU of its own."""
     if find_device(config, rank=0).type == "cpu":
         return "gloo"
     world = find_world(environ)

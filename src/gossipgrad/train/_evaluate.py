@@ -92,10 +92,7 @@ class TestPart:
     def sum_share(
         self, model: nn.Module, members: Sequence[int] | None = None
     ) -> Float[Tensor, "2"]:
-        """Sum and number of the metric's values of this rank's share; shares are disjoint.
-
-        Shared out over `members`, or over all ranks. In float64, in host memory.
-        """
+        """Sum and number of the metric's values of this rank's share; shares are disjoint."""
         ranks = range(self._world_size) if members is None else members
         start, end = shard_bounds(len(self._samples), ranks.index(self._rank), len(ranks))
         return self._sum(model, start, end)

@@ -30,10 +30,7 @@ _MOST_NOTES = 12
 
 
 class Ends:
-    """What ranks hand in: in the folder, and in the store.
-
-    The store serves where the disk is full, or where one that joined has a folder of its own.
-    """
+    """What ranks hand in: in the folder, and in the store."""
 
     def __init__(self, run_dir: RunDir, store: AskedStore) -> None:
         self.run_dir, self._store = run_dir, store
@@ -132,10 +129,7 @@ def summarize(
     exported: RankResult,
     stopped_by: signal.Signals | None,
 ) -> dict[str, Any]:
-    """The content of `summary.json`; figures a step are means over ranks that reached their end.
-
-    Of lost ranks there is what they, or their launcher, have handed in.
-    """
+    """The content of `summary.json`; figures a step are means over ranks that reached their end."""
     world_size = config.nproc or len(results)
     ranks = [results[rank] for rank in sorted(results)]
     started = [result for result in ranks if result.rank < world_size] or ranks
@@ -276,10 +270,7 @@ def _notes(ranks: list[RankResult], exported: RankResult) -> list[str]:
 
 
 def _write(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> None:
-    """Write the exported model, the trace, the summary and the report.
-
-    A full disk takes the trace or the report with a warning, and never the model or the summary.
-    """
+    """Write the exported model, the trace, the summary and the report."""
     run_dir.rank_model(exported.rank).replace(run_dir.model)
     for other in run_dir.partial.glob("model-rank*"):  # room for what follows
         other.unlink(missing_ok=True)

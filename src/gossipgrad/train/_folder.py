@@ -231,10 +231,7 @@ def _free(path: Path) -> Path:
 
 @contextmanager
 def hold_lock(run_dir: RunDir, *, first: bool = False) -> Iterator[None]:
-    """Share the lock of a run, so that no other command replaces or resumes it.
-
-    The system frees it when a process ends. Where files cannot be locked nobody is kept out.
-    """
+    """Share the lock of a run, so that no other command replaces or resumes it."""
     try:
         file = run_dir.lock.open("a")
     except OSError:  # not ours to write

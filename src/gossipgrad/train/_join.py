@@ -99,10 +99,7 @@ class JoinOutcome:
 
 
 def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
-    """Leave an invitation in the folder of the run, for its owner alone; why not, if so.
-
-    It gives no access: a joiner must know the secret of the run.
-    """
+    """Leave an invitation in the folder of the run, for its owner alone; why not, if so."""
     found: dict[str, Any] = {"address": None, "refusal": None, "data": fingerprint_of(job)}
     if job.train_loader is not None:
         found["refusal"] = "its job has a loader of its own, whose shares are fixed"

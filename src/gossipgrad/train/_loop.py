@@ -58,10 +58,7 @@ class Best:
 
 
 class Loop:
-    """Trains for some epochs and evaluates after each; a loss that is not finite ends it.
-
-    An epoch is over when the run is at its end, though a slow rank may have made fewer steps of it.
-    """
+    """Trains for some epochs and evaluates after each; a loss that is not finite ends it."""
 
     def __init__(self, one: Rank, metrics: Metrics) -> None:
         self._one, self._config, self.metrics = one, one.config, metrics
@@ -160,10 +157,7 @@ class Loop:
                 self._last = evaluation
 
     def _read_losses(self) -> None:
-        """Count the losses of the last steps; on a GPU that waits for all its work.
-
-        So it is done every `log_every` steps, at the end of an epoch and before a checkpoint.
-        """
+        """Count the losses of the last steps; on a GPU that waits for all its work."""
         if not self._unread:
             return
         values = torch.stack([loss for _, loss, _ in self._unread]).tolist()
@@ -204,7 +198,6 @@ class Loop:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 
     def _step(self, x: Any, y: Tensor, step: int) -> Tensor:
-        self.strategy.begin_step()
         *parts, last = split_batch(x, y, self._config.accumulate)
         losses = []
         for inputs, targets in parts:

@@ -16,10 +16,7 @@ Event = dict[str, Any]
 
 
 class Metrics:
-    """Counts what a rank has done and writes it down as it happens.
-
-    What a full disk does not take is left out and counted, with one warning: the run goes on.
-    """
+    """Counts what a rank has done and writes it down as it happens."""
 
     def __init__(
         self,

@@ -97,10 +97,7 @@ def cross_entropy(logits: Float[Tensor, "... class"], y: Int[Tensor, "..."]) -> 
 
 
 def heads(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that turn features into logits: `model.head_modules`, or the last linear layer.
-
-    None of them may share the weights of an embedding.
-    """
+    """The modules that make logits: `model.head_modules`, or the last linear layer."""
     named = getattr(model, "head_modules", None)
     if isinstance(named, tuple):
         return named

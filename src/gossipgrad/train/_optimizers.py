@@ -80,12 +80,7 @@ def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of the hidden linear layers: all but those of heads, which the model names.
-
-    Convolutions are no matrices, and torch's Muon takes none: unlike the authors' own Muon, which
-    flattens them, they are left to AdamW here. Embeddings are none of linear layers, also where a
-    head shares their weights.
-    """
+    """Weights of the hidden linear layers: all but those of heads, which the model names."""
     left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for head in heads(model):
         left_out |= {id(parameter) for parameter in head.parameters()}

@@ -19,10 +19,7 @@ _WORDS = {
 
 
 def make_plain(owner: Any) -> None:
-    """Make numbers of other libraries Python's own, and text a path in the fields that take one.
-
-    So what is checked is what is stored, and JSON can hold it.
-    """
+    """Make numbers of other libraries Python's own, and text a path in the fields that take one."""
     hints = typing.get_type_hints(type(owner))
     for field in dataclasses.fields(owner):
         value = plain = getattr(owner, field.name)
@@ -87,7 +84,9 @@ def _rule(parts: tuple[Any, ...]) -> str:
     choices = [str(one) for part in parts for one in typing.get_args(part)]
     kinds = [part for part in parts if typing.get_origin(part) is not Literal]
     words = [_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds]
-    return " or ".join([", ".join(choices)] * bool(choices) + words)
+    if choices:
+        words.insert(0, f"{'one of ' * (len(choices) > 1)}{', '.join(choices)}")
+    return " or ".join(words)
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

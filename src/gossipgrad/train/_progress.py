@@ -19,11 +19,7 @@ _WIDE_COLUMNS = 120
 
 
 class Progress:
-    """Takes the events of the rank that is shown.
-
-    On a terminal a bar that moves with the steps, below a line an epoch; a narrow one gets the
-    figures alone, in short words. Elsewhere, and in CI, the lines. With `quiet` what went wrong.
-    """
+    """Takes the events of the rank that is shown."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._epochs, self._is_quiet = config.epochs, config.quiet

@@ -46,14 +46,7 @@ def train_rank(
     groups: Groups | None = None,
     joiner: Entering | None = None,
 ) -> RankResult:
-    """Train one replica to the end or the stop, and leave it in `run_dir` for export.
-
-    The default process group must be there, except for `strategy` local without a ring shuffle, and
-    for gossip where there are `groups`.
-    Runs `threads` threads of compute. On the CPU, with the same `config` and as many ranks, a run
-    repeats bit for bit, for as long as every exchange is delivered: a rank that dies, or comes too
-    late, changes what others mix, and on which samples they train.
-    """
+    """Train one replica to the end or the stop, and leave it in `run_dir` for export."""
     torch.set_num_threads(config.threads)
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         one = Rank(

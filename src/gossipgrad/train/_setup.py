@@ -29,12 +29,7 @@ from .strategies import Joiner, Replica, RunningStrategy
 
 
 class RunPosition:
-    """The position of a run, in steps of a rank had nobody come or gone.
-
-    It is that of the strategy: this rank's steps, or in mode stale those of all rounds. In epochs
-    in which ranks came or went it is the share of the epoch that all together have done; such an
-    epoch ends for a rank when there is nothing left of it to train on.
-    """
+    """The position of a run, in steps of a rank had nobody come or gone."""
 
     def __init__(
         self, strategy: RunningStrategy, batches: Batches, resumed: Mapping[str, Any] | None = None
@@ -101,10 +96,7 @@ class Entering(Joiner, Protocol):
 
 
 class Rank:
-    """What a rank has from its start to its end.
-
-    To make one is a collective, but for a joiner, which joins the run here.
-    """
+    """What a rank has from its start to its end."""
 
     def __init__(
         self,

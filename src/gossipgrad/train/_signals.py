@@ -44,13 +44,7 @@ def blocking_stops() -> Iterator[None]:
 
 @contextmanager
 def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
-    """Collect SIGINT and SIGTERM inside the block, in a thread of its own; then all is as it was.
-
-    So a stop is heard while the main thread is inside a collective or waits for a store: neither
-    comes back to Python before it is done.
-
-    Outside the main thread Python delivers no signals, and nothing is caught.
-    """
+    """Collect SIGINT and SIGTERM in a thread: the main one may be inside a collective."""
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
         yield stops

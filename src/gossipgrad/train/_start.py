@@ -27,11 +27,7 @@ class StartFailedError(GossipError):
 
 
 class Start:
-    """The start of a run, as one rank sees it in the store.
-
-    Each rank arrives, learns from rank 0 what is run, loads its data, and begins when all are
-    ready. A rank that fails ends the wait of all.
-    """
+    """The start of a run, as one rank sees it in the store."""
 
     def __init__(self, store: AskedStore, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -100,10 +96,7 @@ class Start:
             self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
 
     def await_failure_seen(self) -> None:
-        """Keep the store, which is in this process, until all ranks know of the failure.
-
-        Some may start a little later than this one. For a few seconds at most.
-        """
+        """Keep the store, which is in this process, until all ranks know of the failure."""
         deadline = time.monotonic() + _SEEN_SECONDS
         with suppress(GossipError):
             while self.ask(lambda store: store.add("seen", 0)) < self._world_size - 1:

@@ -84,10 +84,7 @@ def config_of_run(folder: Path) -> TrainConfig:
 def reopen(
     config: TrainConfig, *, hold: Callable[[RunDir], None] = lambda run_dir: None
 ) -> tuple[TrainConfig, RunDir]:
-    """The folder of the run that `config` resumes, and the options with the step filled in.
-
-    What its last end has left stays as it is, until `begin_resumed`.
-    """
+    """The folder of the run that `config` resumes, and the options with the step filled in."""
     assert config.resume is not None
     run_dir = RunDir(config.resume)
     if config.out not in (None, config.resume):
@@ -126,11 +123,7 @@ def reopen(
 
 
 def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, is_new: bool) -> None:
-    """Make the folder that of the run that continues, now that all have what they continue from.
-
-    Each rank calls it before it writes there. What the last end had put together is removed, and
-    metrics of ranks that the run continues without are put aside.
-    """
+    """Make the folder that of the run that continues, now that all have what they continue from."""
     if config.resume is None:
         return
     assert config.nproc is not None, "resolve the configuration first"
@@ -198,10 +191,7 @@ class LoopState:
 
 
 class Checkpoints:
-    """The checkpoints of one rank: each rank saves its own state.
-
-    In mode stale all come together for that, each as its position reaches the next checkpoint.
-    """
+    """The checkpoints of one rank: each rank saves its own state."""
 
     def __init__(
         self,
@@ -256,10 +246,7 @@ class Checkpoints:
         return LoopState(**state["loop"])
 
     def begin(self, loop_state: LoopState | None, base: int | None = None) -> None:
-        """Get ready to save, if that is asked for; a collective, but for one who joins.
-
-        It has the `base` of the others, who have saved what was due before.
-        """
+        """Get ready to save, if that is asked for; a collective, but for one who joins."""
         strategy, is_resumed = self._strategy, loop_state is not None and base is None
         if is_resumed:
             self._last = self._config.resume_step or 0
@@ -395,12 +382,7 @@ def begin_from_consensus(
     world_size: int,
     epoch_batches: int,
 ) -> tuple[LoopState, str] | None:
-    """Begins with the mean of the saved replicas where other ranks had saved them; local.
-
-    Weights and moments are the mean of all that were saved, the run goes on in the epoch in which
-    the furthest of these was, and all else, such as shares, residuals and learning rates, is that
-    of a start with so many ranks.
-    """
+    """Begins with the mean of the saved replicas where other ranks had saved them; local."""
     if config.resume is None:
         return None
     step, directory = config.resume_step, run_dir.checkpoints

@@ -50,10 +50,7 @@ _LEAST_LINKING_SECONDS = 60.0
 
 
 def worker_main() -> int:
-    """Body of a worker that `run` has started, which has left the options in the store.
-
-    Never returns: a process group that is broken may hang in its own teardown.
-    """
+    """Body of a worker that `run` has started, which has left the options in the store."""
     world = find_world(os.environ)
     assert world is not None, "the launcher sets RANK and WORLD_SIZE"
     # The launcher says who was lost, and the lowest rank alone warns.
@@ -79,12 +76,7 @@ def worker_main() -> int:
 
 
 def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool = False) -> Outcome:
-    """Take part in a run as one rank; rank 0 checks it first, and makes its folder.
-
-    SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
-    at the one that ranks in lockstep agree on; a later one ends it at once. The launcher also
-    ends processes that hang. The folder of the run has to be the same on all nodes.
-    """
+    """Take part in a run as one rank; rank 0 checks it first, and makes its folder."""
     if config is not None and config.nproc not in (None, world.world_size):
         raise ValueError(
             f"nproc is {config.nproc}, but {world.launcher} has started {world.world_size} "

@@ -43,22 +43,7 @@ class AllReduceConfig:
 
 
 class AllReduce(Lockstep):
-    """DistributedDataParallel: gradients averaged over all ranks in every step.
-
-    Exposed time runs from the moment that the last gradients of a step were handed over to the
-    return of the backward pass; the wait for slower ranks is in it. Bytes are those of a ring
-    all-reduce, computed and not counted.
-
-    Buffers are rank 0's at the start and each rank's own from then on, as in every other strategy:
-    DistributedDataParallel would copy those of rank 0 before each pass, and all ranks would train
-    with the statistics of its samples.
-
-    Which gradients share a message is settled before the first step, by a backward pass of zeros,
-    in the reverse of the order that parameters are defined in. DistributedDataParallel would do it
-    after the first step, by the order in which gradients came: a run that is resumed would take its
-    first step with other messages than one that was not, and where three ranks or more add up, the
-    last bits go by an element's place in its message.
-    """
+    """DistributedDataParallel: gradients averaged over all ranks in every step."""
 
     def __init__(
         self,
@@ -74,9 +59,11 @@ class AllReduce(Lockstep):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # Not as the argument of that name, which torch 2.13 deprecates: with it buffers would not
-        # be rank 0's at the start either.
+        # Buffers are rank 0's at the start, and each rank's own from then on. Not as the argument
+        # of that name, which torch 2.13 deprecates: they would be each rank's own at once.
         parallel.broadcast_buffers = False
+        # Else it is done after the first step, by the order in which gradients came: a run that is
+        # resumed would add up in another order than one that was not.
         _settle_buckets(parallel, model)
         parallel.register_comm_hook(self, AllReduce._hook)
         self.model = parallel
@@ -84,11 +71,7 @@ class AllReduce(Lockstep):
 
     @staticmethod
     def _hook(self: "AllReduce", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """All-reduce a bucket, as DistributedDataParallel does on its own, and look at the clock.
-
-        The last bucket is handed over when the last gradients of the backward pass are ready; all
-        that remains until the backward pass returns is communication.
-        """
+        """All-reduce a bucket, and look at the clock: behind the last one there is no compute."""
         self._handed_over_seconds = perf_counter()
         self._bytes_sent += ring_bytes(bucket.buffer().nbytes, self._world_size)
         group = dist.group.WORLD
@@ -106,12 +89,10 @@ class AllReduce(Lockstep):
         return reduced.then(late)
 
     def should_stop(self, step: int, *, is_asked: bool) -> bool:
-        """Whether all stop before the step; see `RunningStrategy.should_stop`."""
         self._step = step - 1
         return super().should_stop(step, is_asked=is_asked)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """That of DistributedDataParallel."""
         assert isinstance(self.model, nn.parallel.DistributedDataParallel)
         return self.model.no_sync()
 
@@ -132,11 +113,9 @@ class AllReduceStrategy(Strategy):
     may_change_on_resume = frozenset({"faults"})
 
     def check(self, options: AllReduceConfig, setting: Setting) -> None:
-        """Refuse faults of ranks that there are not."""
         check_ranks(options.faults, setting.world_size)
 
     def build(self, replica: Replica, setting: Setting, options: AllReduceConfig) -> AllReduce:
-        """Begin to average gradients."""
         delays: dict[int, float] = {}
         for (_, step), seconds in Faults.parse(options.faults or "").delays.items():
             delays[step] = max(seconds, delays.get(step, 0.0))

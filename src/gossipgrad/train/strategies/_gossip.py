@@ -120,7 +120,6 @@ class GossipStrategy(Strategy):
         check_ranks(options.faults, setting.world_size)
 
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
-        """Of the waits and their absence, one; and state that there is none of."""
         waits = ("deadline_seconds", "deadline_floor_seconds")
         idle = waits if options.mode == "stale" else ("max_staleness",)
         found = dict.fromkeys(idle, f"mode is {options.mode}")
@@ -135,13 +134,11 @@ class GossipStrategy(Strategy):
         return found
 
     def describe(self, options: GossipConfig) -> dict[str, str]:
-        """Who meets whom, how, and what is sent."""
         usual = "matching" if options.mode == "stale" else "dissemination"
         topology = options.topology or usual
         return {"topology": topology, "mode": options.mode, "payload": options.payload}
 
     def session_settings(self, options: GossipConfig, setting: Setting) -> dict[str, Any]:
-        """The same on ranks of the start and on those that join."""
         return {
             "topology": options.topology,
             "mode": _mode(options),
@@ -160,7 +157,6 @@ class GossipStrategy(Strategy):
         }
 
     def build(self, replica: Replica, setting: Setting, options: GossipConfig) -> Gossip:
-        """Begin a session, or go on with that of a rank that joined."""
         settings = self.session_settings(options, setting)
         if options.faults is not None:
             faults = Faults.parse(options.faults)

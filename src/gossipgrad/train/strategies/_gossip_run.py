@@ -1,28 +1,37 @@
-"""A gossip session, as the loop sees it."""
+"""A session in which ranks that die are left behind, as the loop sees it."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import gossipgrad as gg
 from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
-from gossipgrad.train._evaluate import Evaluation, TestPart
+from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
-from ._consensus import TRIES, InSession, MissedError, consensus_evaluation
 from ._stopping import RoundStop, StopFlag, first_beyond
-from ._strategy import Replica, alone
+from ._strategy import Replica, RunningStrategy, Traffic, alone, ring_bytes
+
+TRIES = 3  # one that dies in the middle of each is not to be expected
 
 
-class Gossip(InSession):
+class MissedError(GossipError):
+    """The others are at a later evaluation: this one came about for them, and broke here."""
+
+    def __init__(self, message: str, *, latest: float = 0) -> None:
+        super().__init__(message)
+        self.latest = latest
+
+
+class Gossip(RunningStrategy):
     """A gossip session: one partner a step, in the background.
 
-    When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
-    of a consensus makes the others try again; if that fails, each evaluates its own replica, as
-    does one whose evaluation came about on the others alone. A rank that joins while the others
-    evaluate waits until they train on, and goes on with them. A rank that hung for so long
+    When a rank dies the others train on, and the consensus is theirs. A rank that hung for so long
     that the others gave it up ends with an `EvictedError`.
     """
+
+    replicas_differ = True
 
     def __init__(
         self,
@@ -33,35 +42,54 @@ class Gossip(InSession):
         checkpoint_every: int | None = None,
         measures_disagreement: bool = False,
     ) -> None:
-        super().__init__(replica.model, session)
-        self._ahead = 0
-        self._joiner = replica.joiner
-        self._has_left = False
+        super().__init__()
+        self.model, self._session, self._joiner = replica.model, session, replica.joiner
+        self.session, self.is_stale = session, isinstance(session.mode, gg.Stale)
+        self._every, self._checkpoint_every = every, checkpoint_every
         self._measures_disagreement = measures_disagreement
+        self._ahead = 0
         self._has_met = self._joiner is None
         self._reported: set[str] = set()
-        self._every = every
         self._stopper: RoundStop | None = None
-        self._checkpoint_every = checkpoint_every
         if checkpoint_every is not None and not self.is_stale:
             self._stopper = RoundStop(
-                self._session.group,
-                lambda: self.living,
-                lambda: self._session.round_number,
-                self._beyond,
+                session.group, lambda: self.living, lambda: session.round_number, self._beyond
             )
-        self._word: StopFlag | None = None
+        self._flag: StopFlag | None = None
         self.membership_changes()  # of one that joins, what was before
 
-    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation | None:
-        """Evaluate the consensus of the living, shared out over them.
+    def agree(self, value: Any) -> list[Any]:
+        for _ in range(TRIES - 1):
+            with suppress(GossipError):
+                return self._session.agree(value)
+        return self._session.agree(value)
 
-        One that leaves the run before its end evaluates its own replica, when it has left. One that
-        joined as the others had come together already takes part in the evaluation that they come
-        to next if this is to be the last; else it gets None once they train on, and does, too.
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._session.no_sync()
+
+    def traffic(self) -> Traffic:
+        """What the session has counted, and what its exact averages have cost."""
+        stats, world_size = self._session.stats(), self._session.world_size
+        return Traffic(
+            bytes_sent=stats.bytes_sent + ring_bytes(stats.averaged_bytes, world_size),
+            exposed_seconds=stats.exposed_seconds + stats.averaging_seconds,
+            mixing_seconds=stats.mixing_seconds,
+            extra_memory_bytes=stats.extra_memory_bytes,
+            consensus_distance_estimate=stats.consensus_distance_estimate,
+            outcomes=dict(stats.outcomes),
+            late_rounds=stats.late_rounds,
+            void_rounds=stats.void_rounds,
+        )
+
+    def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation | None:
+        """Evaluate the consensus of the living; this rank's replica if it leaves, or there is none.
+
+        1. A rank that dies in the middle makes the others try again.
+        2. One that joined as the others had come together already waits until they train on, and
+           gets None; if this is its last evaluation, it waits for the one they come to next.
         """
         if self._joiner is not None and self._leaves:
-            self._has_left = True
+            self.has_left = True
             self._joiner.flush()
             self._session.close()  # or the others' steps would wait
             return alone(self.model, test, final=True, is_consensus=False)
@@ -70,9 +98,7 @@ class Gossip(InSession):
             try:
                 if not self._has_met and not final:
                     self._session.group.unless = self._train_on
-                evaluation = consensus_evaluation(
-                    self._session, self.model, test, epoch=epoch, final=final
-                )
+                evaluation = self._evaluate_consensus(test, epoch=epoch, final=final)
                 self._has_met = True
                 return replace(evaluation, disagreement=self._disagreement(test))
             except EvictedError:
@@ -90,6 +116,40 @@ class Gossip(InSession):
                 self._session.group.unless = lambda: None
         self.notes.append(f"no consensus: {problem}")
         return alone(self.model, test, final=final, is_consensus=False)
+
+    def _evaluate_consensus(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
+        """Evaluate the consensus, shared out over the living ranks; a collective of these.
+
+        Ranks may come here after unequal steps, some for the last time and some not: all then take
+        it for the last. One at an earlier evaluation than others gets a `MissedError`, and these
+        wait until it comes for theirs.
+        """
+        session = self._session
+        while True:
+            with session.consensus():
+                group = session.group
+                came = group.all_gather_object([epoch, final])
+                latest = max(other for other, _ in came)
+                if epoch < latest:
+                    raise MissedError(
+                        f"the evaluation after {epoch:g} epochs broke on rank {group.rank}; others "
+                        f"are at that after {latest:g}",
+                        latest=latest,
+                    )
+                if any(other < latest for other, _ in came):
+                    continue
+                # The evaluation's sum is the last collective: where it comes about on some ranks
+                # and breaks on others, none of the former waits in another one for the latter.
+                distance = session.consensus_distance()
+                accuracy = mean_of(group.all_reduce_(test.sum_share(self.model, group.members)))
+                last = any(wanted for _, wanted in came)
+                return Evaluation(
+                    accuracy=accuracy,
+                    is_consensus=True,
+                    consensus_distance=distance,
+                    final=last,
+                    weights=test.weights(self.model, accuracy, final=last),
+                )
 
     def _disagreement(self, test: TestPart) -> float | None:
         """That of predictions for the first samples; None if a rank is lost meanwhile."""
@@ -109,75 +169,51 @@ class Gossip(InSession):
             raise MissedError(f"the others began without rank {self._session.rank}, and train on")
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the mode is stale."""
-        return isinstance(self._session.mode, gg.Stale)
-
-    @property
     def _leaves(self) -> bool:
         """Whether this rank leaves a run that others go on with; the last one ends it."""
-        return self._joiner is not None and self._joiner.leaves and not self._is_alone()
-
-    def _is_alone(self) -> bool:
-        """Whether nobody else trains any more, as far as this rank knows."""
-        others = {*self.living} - {self._session.rank} - self._session.unreachable.keys()
-        return not others or (self._joiner is not None and self._joiner.is_over)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has left the run that it had joined, and the others go on."""
-        return self._has_left
+        if self._joiner is None or not self._joiner.leaves or self._joiner.is_over:
+            return False
+        return bool({*self.living} - {self._session.rank} - self._session.unreachable.keys())
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The members of this rank's generation."""
         return self._session.membership.living
 
     def checkpoint_label(self, steps: int) -> int:
-        """The steps of the rounds up to here; in mode stale to where all come together to save.
-
-        Ranks that were stopped after unequal steps stand in the same round when they go on.
-        """
+        """The steps of the rounds up to here; in mode stale to where all come together to save."""
         if self.is_stale:
             every = self._checkpoint_every or 1
             return self.position(steps) // every * every
         if self._session.world_size == 1:
             return steps
+        # Ranks that were stopped after unequal steps stand in the same round when they go on.
         own = steps - self._ahead
         return self._ahead + self._session.round_number * self._every + own % self._every
 
     def checkpoint_due(self, steps: int, every: int) -> bool:
-        """After so many steps, or in mode stale as soon as there is a new label."""
         return self.is_stale or super().checkpoint_due(steps, every)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps before this session."""
         return {"ahead": self._ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
         self._ahead = state["ahead"]
 
     def skip_steps(self, steps: int) -> None:
-        """Count the steps that were made before this session."""
         self._ahead = steps
 
     def should_stop(self, step: int, *, is_asked: bool) -> bool:
-        """At once, or where there are checkpoints after as many steps as the others.
-
-        Those who joined the run have nobody else who tells them.
-        """
+        """At once, or where there are checkpoints after as many steps as the others."""
         if not is_asked:
             return False
         if self._leaves:
             return True
-        if self._joiner is None and self._session.world_size > 1 and self._word is None:
-            self._word = StopFlag(self._session.group.store)
-            self._word.set()
+        if self._joiner is None and self._session.world_size > 1 and self._flag is None:
+            self._flag = StopFlag(self._session.group.store)
+            self._flag.set()  # nobody else tells those who joined
         return self._stopper is None or self._stopper.should_stop()
 
     def position(self, steps: int) -> int:
-        """In mode stale the rounds of the session; see `RunningStrategy.position`."""
         return self._ahead + self._session.position
 
     def _beyond(self, here: int) -> int:
@@ -196,7 +232,6 @@ class Gossip(InSession):
         return unreachable | {str(rank): asdict(loss) for rank, loss in lost.items()}
 
     def joined_ranks(self) -> dict[str, dict[str, Any]]:
-        """Who has joined, by the membership."""
         return {
             str(rank): {
                 "from_rank": how.donor,
@@ -213,19 +248,17 @@ class Gossip(InSession):
             f"rank {rank} has joined, with the weights of rank {how.donor}"
             for rank, how in of.joined.items()
         ]
-        for rank, loss in of.gone.items():
-            if rank in of.joined:
-                said.append(
-                    f"rank {rank} " + ("has left" if loss.left else f"is lost ({loss.why})")
-                )
+        said += [
+            f"rank {rank} {'has left' if loss.left else f'is lost ({loss.why})'}"
+            for rank, loss in of.gone.items()
+            if rank in of.joined
+        ]
         fresh = [text for text in said if text not in self._reported]
         self._reported |= {*fresh}
         return fresh
 
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
-        if self._stopper is not None:
-            self._stopper.close()
-        if self._word is not None:
-            self._word.close()
-        super().close()
+        for one in (self._stopper, self._flag, self._session):
+            if one is not None:
+                one.close()

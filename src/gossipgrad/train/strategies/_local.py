@@ -29,11 +29,10 @@ class Local(RunningStrategy):
         return alone(self.model, test, final=final, is_consensus=False)
 
     def traffic(self) -> Traffic:
-        """Nothing was sent."""
         return Traffic()
 
     def close(self) -> None:
-        """Nothing to release."""
+        pass
 
 
 class LocalStrategy(Strategy):
@@ -46,5 +45,4 @@ class LocalStrategy(Strategy):
     needs_every_rank = False
 
     def build(self, replica: Replica, setting: Setting, options: None) -> Local:
-        """Train alone."""
         return Local(replica.model)

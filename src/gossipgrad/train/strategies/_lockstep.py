@@ -15,14 +15,7 @@ from ._strategy import RunningStrategy, Traffic, all_ranks
 
 
 class Lockstep(RunningStrategy):
-    """No rank can be a step ahead of another, so weights are equal and need no consensus.
-
-    Statistics of BatchNorm are those of each rank's own samples: what is evaluated and exported has
-    their mean over the ranks, as with gossip; training goes on with each rank's own.
-
-    When a peer dies, the step it is missed in raises, and so the run ends. When any rank has the
-    signal to stop, all stop before the same step, at most eight steps later.
-    """
+    """No rank can be a step ahead of another, so weights are equal and need no consensus."""
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
         super().__init__()
@@ -42,15 +35,12 @@ class Lockstep(RunningStrategy):
         raise NotImplementedError
 
     def traffic(self) -> Traffic:
-        """Exposed time measured, bytes computed."""
         return Traffic(bytes_sent=self._bytes_sent, exposed_seconds=self._exposed_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted."""
         return {"bytes_sent": self._bytes_sent, "exposed_seconds": self._exposed_seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
         self._bytes_sent = state["bytes_sent"]
         self._exposed_seconds = state["exposed_seconds"]
 
@@ -58,27 +48,23 @@ class Lockstep(RunningStrategy):
         """Nothing to release: the process group is not this object's."""
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has; see `RunningStrategy.agree`."""
         values: list[Any] = [None] * self._world_size
         dist.all_gather_object(values, value)
         return values
 
     def should_stop(self, step: int, *, is_asked: bool) -> bool:
-        """Whether all stop before the step; see `RunningStrategy.should_stop`."""
         try:
             return self._stopper.should_stop(step)
         except RuntimeError as error:
             raise explain(error, "an all-reduce") from error
 
     def forward(self, x: Any) -> Any:
-        """Run the forward pass; see `RunningStrategy.forward`."""
         try:
             return super().forward(x)
         except RuntimeError as error:
             raise explain(error, "an all-reduce") from error
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass and with it the exchange; see `RunningStrategy.backward`."""
         try:
             loss.backward()
             self._finish_backward()

@@ -42,14 +42,11 @@ def sections_of(*, strategy: str, optimizer: str) -> list[str]:
     """Return the sections whose options a run uses; a strategy that is not known has none."""
     found = STRATEGIES.get(strategy)
     sections = [found.section] if found is not None and found.options_type else []
-    return sections + [SECTION_OF[optimizer]] * (optimizer in SECTION_OF)
+    return sections + ([SECTION_OF[optimizer]] if optimizer in SECTION_OF else [])
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of every section: those that are given, and the defaults of the others.
-
-    Options of a section are an object of its type or, as JSON has them, values by name.
-    """
+    """Options of every section: those that are given, and the defaults of the others."""
     types = options_by_section()
     if unknown := options.keys() - types.keys():
         raise ValueError(

@@ -63,11 +63,7 @@ def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int
 
 
 class Sparse(Lockstep):
-    """A session of `gg.sparsify`.
-
-    Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
-    A checkpoint holds what each rank carries over; another number of ranks begins with nothing.
-    """
+    """A session of `gg.sparsify`."""
 
     def __init__(self, replica: Replica, setting: Setting, options: SparseConfig) -> None:
         super().__init__(replica.model, replica.stop)
@@ -102,7 +98,6 @@ class Sparse(Lockstep):
         )
 
     def shrinking(self) -> dict[str, Any]:
-        """The session."""
         return {"session": self._session}
 
     def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
@@ -112,11 +107,9 @@ class Sparse(Lockstep):
         return super().evaluate(test, epoch=epoch, final=final)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """That of the session."""
         return self._session.no_sync()
 
     def traffic(self) -> Traffic:
-        """Exposed time measured, bytes computed."""
         stats = self._session.stats()
         return Traffic(
             bytes_sent=stats.bytes_sent,
@@ -126,15 +119,12 @@ class Sparse(Lockstep):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the session carries over, and has counted."""
         return {"session": self._session.own_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
         self._session.load_own_state(state["session"])
 
     def close(self) -> None:
-        """Take the hooks off, and leave the private group."""
         self._session.close()
 
     def _plan_notes(self) -> list[str]:
@@ -180,5 +170,4 @@ class SparseStrategy(Strategy):
         return found
 
     def build(self, replica: Replica, setting: Setting, options: SparseConfig) -> Sparse:
-        """Begin a session."""
         return Sparse(replica, setting, options)

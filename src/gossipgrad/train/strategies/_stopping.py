@@ -19,11 +19,7 @@ _VOTE_STEPS = 4
 
 
 class LockstepStop:
-    """Has ranks in lockstep stop before the same step, though they receive the signal at others.
-
-    Every fourth step they begin to add up who has the signal, behind the steps that follow, and
-    four steps later all stop if anyone had.
-    """
+    """Has ranks in lockstep stop before the same step, though they receive the signal at others."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -110,10 +106,7 @@ class RoundStop:
 
 
 def first_beyond(schedule: Schedule, living: Sequence[int], here: int) -> int:
-    """The first round that no rank can be in as long as any is in round `here`.
-
-    A rank is in the round after the next only when its partner of the next has reached that.
-    """
+    """The first round that no rank can be in as long as any is in round `here`."""
     alive = np.array(living, np.int64)
     # Row: the rank that stays in round `here`. Column: whether one can not have come to `round`.
     held = np.eye(schedule.world_size, dtype=bool)

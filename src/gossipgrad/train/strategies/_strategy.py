@@ -58,15 +58,10 @@ class Joiner(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The ranks and the run that a strategy serves; most of it are options of `TrainConfig`.
+    """The ranks and the run that a strategy serves; most of it are options of `TrainConfig`."""
 
-    Attributes:
-        world_size: Number of ranks at the start.
-        total_steps: Steps of the run on each rank.
-    """
-
-    world_size: int
-    total_steps: int
+    world_size: int  # at the start
+    total_steps: int  # of each rank
     epochs: int
     optimizer: str
     momentum: float
@@ -88,66 +83,38 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """What one rank trains, and what it trains with.
-
-    Attributes:
-        model: The replica.
-        optimizers: Train it.
-        stop: Set when the run is to stop.
-        spans: Records times.
-        groups: Makes private groups of the ranks by name, where there is no process group.
-        session: That of a rank that joined the run: it has one already.
-        joiner: Such a rank, which may leave before the others stop.
-    """
+    """What one rank trains, and what it trains with."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     stop: threading.Event
     spans: StepSpans
     groups: Callable[[str], Group] | None = None
+    """Makes private groups of the ranks by name, where there is no process group."""
     session: Session | None = None
+    """That of a rank that joined the run: it has one already."""
     joiner: Joiner | None = None
 
 
 class Strategy(ABC):
     """A way to keep replicas together: what the command has to know of it.
 
-    A subclass and a line in `_registry.py` are all that a new one takes. What it builds may hold
-    that of another strategy, which it finds there by name.
-
-    Attributes:
-        name: For `--strategy`.
-        help: What it does, in a sentence without its end.
-        bytes_are: How the bytes were found that a rank has sent; "computed: ..." if not counted.
-        section: Where its options stand in `config.json` and on the command line; strategies that
-            share an `options_type` share it.
-        options_type: A frozen dataclass whose fields all have defaults; it checks what needs no
-            other option. None: it has no options.
-        may_change_on_resume: Options that a run may be resumed with another value of, since they
-            decide no figure.
-        communicates: Whether ranks ever come together. If not, each has a model of its own.
-        needs_every_rank: Whether the run is over when a rank dies.
-        can_grow: Whether ranks can join a run. Its `RunningStrategy` then has a session.
-        can_shrink: Whether the replicas of its `RunningStrategy` can shrink together.
+    A subclass and a line in `_registry.py` are all that a new one takes.
     """
 
     name: str
-    help: str
-    bytes_are: str
-    section = ""
-    options_type: type | None = None
-    may_change_on_resume: frozenset[str] = frozenset()
-    communicates = True
-    needs_every_rank = True
-    can_grow = False
-    can_shrink = True
+    help: str  # what it does, in a sentence without its end
+    bytes_are: str  # how the bytes were found that a rank has sent; "computed: ..." if not counted
+    section = ""  # where its options stand in `config.json` and on the command line
+    options_type: type | None = None  # a frozen dataclass whose fields all have defaults
+    may_change_on_resume: frozenset[str] = frozenset()  # options that decide no figure
+    communicates = True  # if not, each rank has a model of its own
+    needs_every_rank = True  # whether the run is over when a rank dies
+    can_grow = False  # whether ranks can join a run; its `RunningStrategy` then has a session
+    can_shrink = True  # whether the replicas of its `RunningStrategy` can shrink together
 
     def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)
-        """Refuse options that do not fit each other, or the run.
-
-        Raises:
-            ValueError: One does not; the message names the way out.
-        """
+        """Raise `ValueError` for options that do not fit each other, or the run."""
 
     def unused(self, options: Any, setting: Setting) -> dict[str, str]:
         """Options that others leave without use, each with the reason; for runs of any length."""
@@ -169,45 +136,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def build(self, replica: Replica, setting: Setting, options: Any) -> "RunningStrategy":
-        """Begin to keep `replica` together with the others; a collective where they communicate.
-
-        A rank that joins has its session already, and meets nobody here.
-        """
+        """Begin to keep `replica` together with the others; a collective, but for a joiner."""
 
 
 class RunningStrategy(ABC):
-    """Keeps the replicas of one model together while the loop trains it.
+    """Keeps the replicas of one model together while the loop trains it."""
 
-    Attributes:
-        model: What the loop calls in the forward pass.
-        notes: What the user should know, in words.
-        replicas_differ: Whether a replica is another model than the one that stands for all.
-        meets: Whether ranks ever come together.
-        against_divergence: What to do where the loss is no number any more.
-    """
-
-    model: nn.Module
-    replicas_differ = False
-    meets = True
-    against_divergence = "lower --lr"
+    model: nn.Module  # what the loop calls in the forward pass
+    replicas_differ = False  # whether a replica is another model than the one that stands for all
+    meets = True  # whether ranks ever come together
+    against_divergence = "lower --lr"  # what to do where the loss is no number any more
+    session: Session | None = None  # that keeps the replicas together, if one does
+    is_stale = False  # whether ranks take steps of their own, and nobody waits
+    has_left = False  # whether this rank had joined the run, and left it before the others stopped
 
     def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    @property
-    def session(self) -> Session | None:
-        """The session that keeps the replicas together, if one does."""
-        return None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether ranks take steps of their own, and nobody waits."""
-        return False
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank, which had joined the run, has left it before the others stopped."""
-        return False
+        self.notes: list[str] = []  # what the user should know, in words
 
     @property
     def living(self) -> tuple[int, ...] | None:
@@ -219,18 +163,11 @@ class RunningStrategy(ABC):
         return {"session": self.session}
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank that lives has, values of JSON; a collective, but for `local`.
-
-        Raises:
-            GossipError: The ranks did not come together.
-        """
+        """What every rank that lives has, values of JSON; a collective, but for `local`."""
         return [value]
 
     def checkpoint_label(self, steps: int) -> int:
-        """What a checkpoint after this rank's `steps` is called.
-
-        The same on all ranks for states that belong together: the steps, if all make as many.
-        """
+        """What a checkpoint after this rank's `steps` is called, the same on all ranks."""
         return steps
 
     def checkpoint_due(self, steps: int, every: int) -> bool:
@@ -241,7 +178,7 @@ class RunningStrategy(ABC):
         """What this object needs to go on, beside the replica and the session."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Load what `state_dict` gave; a collective, before the state of replica and session is."""
 
     def skip_steps(self, steps: int) -> None:  # noqa: B027  (most do not ask how far they are)
@@ -264,11 +201,7 @@ class RunningStrategy(ABC):
         """Evaluate the model that stands for all ranks; a collective but for `local`.
 
         None on a rank that joined the others as they were at it already: it has no part in it.
-
-        Args:
-            test: What to evaluate on.
-            epoch: Epochs that are over then; of a run that stops, the whole of the one it is in.
-            final: Whether this rank evaluates for the last time.
+        `epoch` epochs are over then; of a run that stops, the whole of the one it is in.
         """
 
     @abstractmethod
@@ -279,30 +212,14 @@ class RunningStrategy(ABC):
     def close(self) -> None:
         """Release the model; local."""
 
-    def begin_step(self) -> None:  # noqa: B027  (most have nothing to get ready)
-        """Get ready for a step; called before its forward pass.
-
-        Raises:
-            PeerLostError: A peer that this strategy needs is gone.
-        """
+    # A peer that one of the following needs, and that is gone, raises PeerLostError.
 
     def should_stop(self, step: int, *, is_asked: bool) -> bool:
-        """Whether this rank stops before `step`; asked before each, a collective where all stop.
-
-        Args:
-            step: The step, counted from 1.
-            is_asked: Whether this rank has the signal to stop.
-
-        Raises:
-            PeerLostError: A peer that this strategy needs is gone.
-        """
+        """Whether this rank stops before `step`, counted from 1; asked before each by all ranks."""
         return is_asked
 
     def position(self, steps: int) -> int:
-        """Where the run is, in steps, for a rank that has made `steps`: beyond them if it is slow.
-
-        The length of the run, its epochs and its learning rate go by it.
-        """
+        """Where the run is, in steps, for a rank that has made `steps`: beyond if it is slow."""
         return steps
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -310,19 +227,11 @@ class RunningStrategy(ABC):
         return nullcontext()
 
     def forward(self, x: Any) -> Any:
-        """Run the forward pass of a step: what the model returns for the inputs of a batch.
-
-        Raises:
-            PeerLostError: A peer that this strategy needs is gone.
-        """
+        """Run the forward pass of a step."""
         return self.model(x)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a step, and what has to come between it and the update.
-
-        Raises:
-            PeerLostError: A peer that this strategy needs is gone.
-        """
+        """Run the backward pass of a step, and what has to come between it and the update."""
         loss.backward()
 
 
@@ -345,11 +254,7 @@ def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) 
 
 
 def check_ranks(faults: str | None, world_size: int) -> None:
-    """Refuse a script that names ranks beyond the run's.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Refuse a script that names ranks beyond the run's."""
     named = max(Faults.parse(faults or "").ranks, default=0)
     if named >= world_size:
         raise ValueError(
@@ -359,10 +264,5 @@ def check_ranks(faults: str | None, world_size: int) -> None:
 
 
 def ring_bytes(size_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce of `size_bytes`.
-
-    Example:
-        >>> ring_bytes(1000, 4)
-        1500
-    """
+    """Bytes that each rank sends in a ring all-reduce of `size_bytes`."""
     return 2 * (world_size - 1) * size_bytes // world_size

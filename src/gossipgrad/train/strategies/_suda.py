@@ -61,14 +61,7 @@ class Suda(Gossip):
 
 
 class SudaStrategy(Strategy):
-    """SUDA-Muon: momentum is tracked before it is polarised, and weights are mixed.
-
-    Muon trains hidden matrices and flattened convolutions and AdamW the rest, at one learning rate:
-    Muon's updates have the size of AdamW's.
-
-    References:
-        SUDA-Muon, arXiv:2604.23980; deviations are numbered in `gossipgrad.muon._reference`.
-    """
+    """SUDA-Muon: momentum is tracked before it is polarised, and weights are mixed."""
 
     name = "suda"
     help = "Muon with trackers, neighbours alone"
@@ -90,7 +83,6 @@ class SudaStrategy(Strategy):
         resolve_settings(setting.world_size, **_settings(options, setting))
 
     def describe(self, options: SudaConfig) -> dict[str, str]:
-        """Backbone and topology."""
         return {"topology": options.topology, "backbone": options.backbone}
 
     def make_optimizers(
@@ -112,7 +104,6 @@ class SudaStrategy(Strategy):
         ]
 
     def build(self, replica: Replica, setting: Setting, options: SudaConfig) -> Suda:
-        """Begin a session."""
         session = gg.suda(
             replica.model,
             replica.optimizers[0],
