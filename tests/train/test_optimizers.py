@@ -77,7 +77,7 @@ def test_muon_with_almost_nothing_to_do_warns(monkeypatch):
             nn.Flatten(), nn.Linear(64, 2, bias=False), nn.Embedding(99, 99), nn.Linear(2, 10)
         )
 
-    monkeypatch.setattr("gossipgrad.train._check.build_model", build)
+    monkeypatch.setattr("gossipgrad.train._tasks.build_model", build)
     warned = r"of the 9,959 parameters of the model Muon trains 128, .* Use --optimizer adamw"
     with pytest.warns(UserWarning, match=warned):
         check(TrainConfig(optimizer="muon"), 2)
@@ -86,7 +86,7 @@ def test_muon_with_almost_nothing_to_do_warns(monkeypatch):
 def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypatch):
     headed = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.LazyLinear(10))
     headed(torch.ones(2, 1, 8, 8))
-    monkeypatch.setattr("gossipgrad.train._check.build_model", lambda name, info: headed)
+    monkeypatch.setattr("gossipgrad.train._tasks.build_model", lambda name, info: headed)
     with pytest.raises(ValueError, match=r"muon, but the model has no .*; use optimizer adamw"):
         check(TrainConfig(optimizer="muon"), 2)
 

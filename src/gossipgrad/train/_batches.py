@@ -15,7 +15,6 @@ from gossipgrad.comm import Group
 from gossipgrad.data import (
     ElasticBatches,
     RingShuffle,
-    RingShuffleStats,
     Samples,
     ShardedBatches,
     ShardedSampler,
@@ -63,11 +62,9 @@ class ShardBatches:
     threads: int = 0
 
     def __len__(self) -> int:
-        """Batches an epoch."""
         return num_batches(len(self.shard), self.batch_size)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from batch `start_batch` on."""
         rng = np.random.default_rng((self.seed, epoch, self.rank))
         order = torch.from_numpy(rng.permutation(self.shard))
         chosen = split_batches(order, self.batch_size)[start_batch:]
@@ -100,7 +97,6 @@ class RingBatches:
         )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
         return len(self._shuffle)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
@@ -109,17 +105,16 @@ class RingBatches:
         for x, y, index in islice(self._shuffle, max(0, len(self) - start_batch)):
             yield self._samples.inputs(x, index, augment=(self._seed, epoch)), y
 
-    def stats(self) -> RingShuffleStats:
-        """What the shuffle has done."""
-        return self._shuffle.stats()
-
-    def figures(self) -> dict[str, int | float]:
+    def figures(self) -> dict[str, int]:
         """What the shuffle has cost so far, by the names of the metrics."""
-        stats = self.stats()
-        return {
-            "shuffle_bytes_sent": stats.bytes_sent,
-            "shuffle_late_rounds": stats.late_rounds,
-        }
+        stats = self._shuffle.stats()
+        late = stats.late_rounds
+        return {"shuffle_bytes_sent": stats.bytes_sent, "shuffle_late_rounds": late}
+
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        lost = self._shuffle.stats().rows_lost
+        return [f"{lost} samples were on their way to a rank that died, and are lost"] * bool(lost)
 
     def close(self) -> None:
         """Leave the ring; local."""
@@ -133,11 +128,9 @@ class LoaderBatches:
         self._loader = loader
 
     def __len__(self) -> int:
-        """Batches an epoch."""
         return len(self._loader)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from batch `start_batch` on."""
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, ShardedSampler):  # skips samples before they are loaded
             sampler.set_epoch(epoch, start=start_batch * self._loader.batch_size)
@@ -151,9 +144,6 @@ class LoaderBatches:
         yield from batches
 
 
-AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches | LoaderBatches
-
-
 def make_batches(
     config: TrainConfig,
     samples: Samples,
@@ -162,19 +152,17 @@ def make_batches(
     world_size: int,
     groups: Groups | None = None,
     session: Session | None = None,
-) -> AnyBatches:
+) -> Batches:
     """The batches that `config` asks for; a collective with `shuffle` ring."""
-    threads = config.batch_threads
     if config.shuffle == "global":
-        deal_anew = not config.needs_every_rank and session is not None and session.world_size > 1
         common = {
             "samples": samples,
             "batch_size": config.step_samples,
             "world_size": world_size,
             "seed": config.seed,
-            "threads": threads,
+            "threads": config.batch_threads,
         }
-        if deal_anew and session is not None:
+        if not config.needs_every_rank and session is not None and session.world_size > 1:
             return ElasticBatches(**common, member=session, store=session.group.store)
         return ShardedBatches(**common, rank=rank)
     shard = deal(
@@ -191,7 +179,7 @@ def make_batches(
             batch_size=config.step_samples,
             rank=rank,
             seed=config.seed,
-            threads=threads,
+            threads=config.batch_threads,
         )
     assert isinstance(samples, TensorSamples), "refused before the start"
     return RingBatches(
@@ -218,10 +206,3 @@ def deal(
         order = np.argsort(labels.numpy(), kind="stable")
     start = rank * num_samples // world_size
     return order[start : start + num_samples // world_size]
-
-
-def notes_on(shuffle: RingShuffleStats | None) -> list[str]:
-    """What the user should know of a ring shuffle."""
-    if shuffle is None or not shuffle.rows_lost:
-        return []
-    return [f"{shuffle.rows_lost} samples were on their way to a rank that died, and are lost"]

@@ -4,17 +4,15 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from torch.optim import Optimizer
 
 from gossipgrad import data
 from gossipgrad.comm import check_secret
-from gossipgrad.data import TensorSamples, num_batches
+from gossipgrad.data import TensorSamples
 
 from ._config import DEFAULT_LR, TrainConfig
 from ._device import check_device, find_device
 from ._loggers import check_loggers
-from ._models import build_model
 from ._optimizer_options import SECTIONS
 from ._optimizers import make_optimizers, muon_share
 from ._tasks import load_job, setting_of
@@ -34,35 +32,26 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_device(config)
     resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
-        job, info = None, data.info(config.data)
-        name, num_samples = config.data, info.train_samples
-        with torch.device("meta"):
-            model = build_model(config.model, info)
-            optimizers = make_optimizers(resolved, model)
-        in_memory = has_labels = True
-    else:
-        job, name = load_job(config), f"--job {config.job}"
+        data.prepare(config.data, config.data_dir)
+    job, name = load_job(config), f"--job {config.job}" if config.job else config.data
+    if config.job is not None:
         job.try_out(config.batch_size, find_device(config, rank=0))
-        optimizers = make_optimizers(resolved, job.model, job)
-        num_samples, in_memory, has_labels = world_size, False, False
-        if job.train_loader is None:
-            train = job.train_samples()
-            num_samples, in_memory = len(train), isinstance(train, TensorSamples)
-            has_labels = config.shards != "by-label" or train.labels is not None
-        elif config.shuffle != "global":
-            raise ValueError(
-                f"shuffle is {config.shuffle}, but the loader of {name} deals the samples: leave "
-                "--shuffle out."
-            )
-        if job.train_loader is not None:
-            config.warn_of_unused(_OF_A_LOADER)
-        if job.optimizer is not None:
-            _warn_of_own_optimizer(config)
-    _warn_of_idle_muon(config, optimizers)
-    epoch_batches = num_batches(num_samples // world_size, config.step_samples)
-    if job is not None:
-        epoch_batches = job.epoch_batches(config.step_samples, world_size)
-    steps = config.total_steps(epoch_batches)
+    _warn_of_idle_muon(config, make_optimizers(resolved, job.model, job))
+    num_samples, in_memory, has_labels = world_size, False, False
+    if job.train_loader is None:
+        train = job.train_samples()
+        num_samples, in_memory = len(train), isinstance(train, TensorSamples)
+        has_labels = config.shards != "by-label" or train.labels is not None
+    elif config.shuffle != "global":
+        raise ValueError(
+            f"shuffle is {config.shuffle}, but the loader of {name} deals the samples: leave "
+            "--shuffle out."
+        )
+    else:
+        config.warn_of_unused(_OF_A_LOADER)
+    if job.optimizer is not None:
+        _warn_of_own_optimizer(config)
+    steps = config.total_steps(job.epoch_batches(config.step_samples, world_size))
     if config.max_steps is not None and config.max_steps > steps:
         warnings.warn(
             f"max_steps={config.max_steps} is not reached: {config.epochs} epochs have {steps} "
@@ -88,8 +77,6 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     if config.shuffle != "global" and config.shards == "by-label" and not has_labels:
         raise ValueError(f"{name} has no labels to deal by; use --shards random.")
-    if config.job is None:
-        data.prepare(config.data, config.data_dir)
 
 
 def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:

@@ -1,6 +1,5 @@
 """Where the figures of a rank go beside its metrics file: TensorBoard, Weights & Biases."""
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -8,8 +7,6 @@ from typing import Any, Protocol
 
 from ._config import TrainConfig
 from ._folder import RunDir
-
-_CLOSE_SECONDS = 30.0
 
 
 class Logger(Protocol):
@@ -36,7 +33,6 @@ class TensorBoard:
         self.close = self._writer.close
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to the curve of each figure."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
@@ -58,7 +54,6 @@ class WandB:
         self.close = self._run.finish
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add the figures to the history of the run."""
         self._run.log(dict(scalars), step=step)
 
 
@@ -69,47 +64,30 @@ class Loggers:
         self.notes: list[str] = []
         self._loggers: dict[str, Logger] = {}
         for name, opener in openers.items():
-            try:
-                self._loggers[name] = opener()
-            except Exception as error:
-                self._drop(name, error)
+            if (logger := self._tried(name, opener)) is not None:
+                self._loggers[name] = logger
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the figures on."""
         for name, logger in list(self._loggers.items()):
-            try:
-                logger.log(step, scalars)
-            except Exception as error:
-                self._drop(name, error)
+            self._tried(name, lambda logger=logger: logger.log(step, scalars))
 
     def close(self) -> None:
-        """Close all, each within half a minute; then go on without it."""
+        """Close all."""
         for name, logger in list(self._loggers.items()):
-            raised: list[Exception] = []
-            closing = threading.Thread(target=_close, args=(logger, raised), daemon=True)
-            closing.start()
-            closing.join(_CLOSE_SECONDS)
-            if closing.is_alive():
-                raised.append(TimeoutError(f"not closed after {_CLOSE_SECONDS:.0f} s"))
-            for error in raised:
-                self._drop(name, error)
-        self._loggers = {}
+            self._tried(name, logger.close)
 
-    def _drop(self, name: str, error: Exception) -> None:
-        self._loggers.pop(name, None)
-        what = f"{name} has stopped ({type(error).__name__}: {error})"
-        self.notes.append(what)
-        warnings.warn(
-            f"{what}; training goes on without it, and the metrics files have all figures.",
-            stacklevel=3,
-        )
-
-
-def _close(logger: Logger, raised: list[Exception]) -> None:
-    try:
-        logger.close()
-    except Exception as error:
-        raised.append(error)
+    def _tried(self, name: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except Exception as error:
+            self._loggers.pop(name, None)
+            what = f"{name} has stopped ({type(error).__name__}: {error})"
+            self.notes.append(what)
+            warnings.warn(
+                f"{what}; training goes on without it, and the metrics files have all figures.",
+                stacklevel=3,
+            )
 
 
 def open_loggers(

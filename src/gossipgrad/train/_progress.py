@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-# Bar and remaining time beside all figures take so much.
-_WIDE_COLUMNS = 120
-
 
 class Progress:
-    """Takes the events of the rank that is shown."""
+    """Takes the events of the rank that is shown: a bar on a terminal, and a line an epoch."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._epochs, self._is_quiet = config.epochs, config.quiet
         self._bar: RichProgress | None = None
-        self._accuracy: str | None = None
+        self._metric: str | None = None
         self._wants_bar = sys.stdout.isatty() and not os.environ.get("CI") and not config.quiet
 
     def take(self, event: Event) -> None:
@@ -63,45 +60,32 @@ class Progress:
 
     def _open_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        console = Console()
-        self._is_narrow = console.width < _WIDE_COLUMNS
-        columns: list[ProgressColumn]
-        columns = [TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")]
-        if not self._is_narrow:
-            columns = [columns[0], BarColumn(bar_width=20), columns[1], TimeRemainingColumn()]
-        self._bar = RichProgress(*columns, console=console, transient=True)
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=20)
+        figures = TextColumn("{task.fields[figures]}")
+        self._bar = RichProgress(
+            *columns, figures, TimeRemainingColumn(), console=Console(), transient=True
+        )
         self._task: TaskID = self._bar.add_task("starting", total=None, figures="")
         self._bar.start()
 
     def _figures(self, event: Event) -> list[str]:
-        figures, is_narrow = _loss(event), self._is_narrow
-        if self._accuracy is not None:
-            figures.append(
-                self._accuracy.replace("accuracy", "acc") if is_narrow else self._accuracy
-            )
+        figures = _loss(event) + ([] if self._metric is None else [self._metric])
         if event["consensus_distance"] is not None:
-            word = "dist" if is_narrow else "distance"
-            figures.append(f"{word} ~{event['consensus_distance']:.3g}")
-        figures.append(f"{event['samples_per_second']:,.0f}{'' if is_narrow else ' samples'}/s")
-        figures.append(f"exposed {event['exposed_share']:.0%}")
-        return figures
+            figures.append(f"distance ~{event['consensus_distance']:.3g}")
+        samples = f"{event['samples_per_second']:,.0f} samples/s"
+        return [*figures, samples, f"exposed {event['exposed_share']:.0%}"]
 
     def _show_epoch(self, event: Event) -> None:
-        self._accuracy = show_metric(event)
+        self._metric = show_metric(event)
         is_within = isinstance(event["epoch"], float)  # the share of epochs that is over
         done = f"{event['epoch']:.3g}" if is_within else event["epoch"] + 1
-        parts = [
-            f"epoch {done}/{self._epochs}",
-            *_loss(event),
-            self._accuracy,
-        ]
+        parts = [f"epoch {done}/{self._epochs}", *_loss(event), self._metric]
         if event["consensus_distance"] is not None:
             parts.append(f"consensus distance {event['consensus_distance']:.3g}")
-        parts.append(f"{event['samples_per_second']:,.0f} samples/s")
-        line = "  ".join(parts)
+        line = "  ".join([*parts, f"{event['samples_per_second']:,.0f} samples/s"])
         if self._bar is None:
             print(line, flush=True)
             return

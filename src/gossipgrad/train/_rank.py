@@ -16,7 +16,7 @@ from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError
 from gossipgrad.second_order import SecondOrder
 
-from ._batches import Groups, LoaderBatches, RingBatches, notes_on
+from ._batches import Groups, LoaderBatches, RingBatches
 from ._config import TrainConfig
 from ._evaluate import Evaluation
 from ._folder import RunDir, reserve_model, write_model
@@ -100,13 +100,15 @@ def _result_of(
     strategy, batches, joiner, model = one.strategy, one.batches, one.joiner, one.model
     if not strategy.has_left:
         one.run_dir.invitation.unlink(missing_ok=True)
-    traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
+    counted: dict[str, Any] = asdict(strategy.traffic())
+    lost_ranks = strategy.lost_ranks()
+    del counted["consensus_distance_estimate"]  # the exact one is known
     own_accuracy = one.test.accuracy(model) if strategy.replicas_differ else final.accuracy
-    shares = shuffle = None
+    shares = None
     if isinstance(batches, ElasticBatches):
         if not strategy.has_left:
             batches.close()
-        shares = batches.stats()
+        shares = asdict(batches.stats())
     if isinstance(batches, LoaderBatches) and lost_ranks:
         strategy.notes.append("no rank trained on the rest of the batches of lost ranks")
     strategy.close()
@@ -116,7 +118,8 @@ def _result_of(
             optimizer.close()
     if isinstance(batches, RingBatches):
         batches.close()
-        shuffle = batches.stats()
+        counted |= batches.figures()
+        strategy.notes += batches.notes()
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if joiner is None else suppress(FileNotFoundError):
         write_model(one.run_dir, one.rank, final.weights)
@@ -142,28 +145,19 @@ def _result_of(
         stopped=one.position.at(metrics.steps) < one.total_steps,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gradient_bytes=sum(parameter.nbytes for parameter in model.parameters()),
-        bytes_sent=traffic.bytes_sent,
-        exposed_seconds=traffic.exposed_seconds,
-        mixing_seconds=traffic.mixing_seconds,
-        extra_memory_bytes=traffic.extra_memory_bytes,
-        outcomes=traffic.outcomes,
         metric_name=one.job.metric_name or "",
         metric_format=one.job.metric_format or "",
-        late_rounds=traffic.late_rounds,
-        void_rounds=traffic.void_rounds,
         best=best,
-        shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
-        shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
-        shares=None if shares is None else asdict(shares),
+        shares=shares,
         lost=lost_ranks,
         joined=strategy.joined_ranks(),
         left=strategy.has_left,
         notes=(
             *strategy.notes,
             *metrics.notes,
-            *notes_on(shuffle),
             *notes_on_muon(one.optimizers),
         ),
+        **counted,
     )
 
 

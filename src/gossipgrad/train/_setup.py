@@ -13,7 +13,7 @@ from gossipgrad.data import ElasticBatches
 from gossipgrad.engine import Session
 from gossipgrad.second_order import SecondOrder
 
-from ._batches import AnyBatches, Batches, Groups, LoaderBatches, RingBatches, make_batches
+from ._batches import Batches, Groups, LoaderBatches, RingBatches, make_batches
 from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import TestPart
@@ -219,7 +219,7 @@ class Rank:
         self.checkpoints.begin(state, base)
         return state
 
-    def _make_batches(self, groups: Groups | None) -> AnyBatches:
+    def _make_batches(self, groups: Groups | None) -> Batches:
         job = self.job
         if job.train_loader is None:
             return make_batches(
