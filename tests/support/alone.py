@@ -21,7 +21,7 @@ __all__ = ["begin_alone", "train_alone"]
 def begin_alone(out: Path, **options: Any) -> tuple[TrainConfig, RunDir]:
     """The options and the folder of a run of strategy local, which replaces one that was there."""
     run_dir = claim(out, name="", overwrite=True)
-    config = TrainConfig(**{"strategy": "local", **options}).named()
+    config = TrainConfig(**{"strategy": "local", "run_name": out.name, **options})
     config = config.resolved(nproc=1, out=run_dir.path)
     config.write(run_dir.config)
     return config, run_dir

@@ -67,7 +67,7 @@ def play(tmp_path):
 
     def begin():
         run_dir = claim(tmp_path / "run", name="", overwrite=True)
-        config = TrainConfig(**OPTIONS).named().resolved(nproc=RANKS, out=run_dir.path)
+        config = TrainConfig(**OPTIONS, run_name="it").resolved(nproc=RANKS, out=run_dir.path)
         config.write(run_dir.config)
         return trained(config)
 

@@ -83,7 +83,7 @@ def train(tmp_path):
         else:
             run_dir = claim(tmp_path / "run", name="", overwrite=True)
             chosen = ["--strategy", "toy", "--checkpoint-every", "10", "--lr-schedule", "constant"]
-            config = parse([*chosen, *arguments]).named()
+            config = parse([*chosen, *arguments, "--run-name", "it"])
         config = config.resolved(nproc=1, out=run_dir.path)
         config.write(run_dir.config)
         return train_alone(config, run_dir)

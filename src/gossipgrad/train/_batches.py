@@ -160,7 +160,7 @@ def make_batches(
             "batch_size": config.step_samples,
             "world_size": world_size,
             "seed": config.seed,
-            "threads": config.batch_threads,
+            "threads": config.data_threads,
         }
         if not config.needs_every_rank and session is not None and session.world_size > 1:
             return ElasticBatches(**common, member=session, store=session.group.store)
@@ -179,7 +179,7 @@ def make_batches(
             batch_size=config.step_samples,
             rank=rank,
             seed=config.seed,
-            threads=config.batch_threads,
+            threads=config.data_threads,
         )
     assert isinstance(samples, TensorSamples), "refused before the start"
     return RingBatches(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import platform
-import secrets
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -116,8 +115,8 @@ class TrainConfig:
     shards: Literal["random", "by-label"] = "random"
     """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
     rank has few of them."""
-    data_threads: int | None = None
-    """Threads of a rank that make batches ahead; None: 0, since samples lie in memory."""
+    data_threads: int = 0
+    """Threads of a rank that make batches ahead; 0: made when they are needed."""
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where ranks train. cuda: on the GPUs of their machine, shared out in turn. auto: there, if
     there is one. Tested on one GPU."""
@@ -244,19 +243,6 @@ class TrainConfig:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
-    def batch_threads(self) -> int:
-        """`data_threads`, 0 where None."""
-        return self.data_threads or 0
-
-    @property
-    def label(self) -> str:
-        """A name for the folder of the run."""
-        task = f"{self.data}-{self.model}"
-        if self.job is not None:
-            task = "".join(one if one.isalnum() else "-" for one in self.job)
-        return f"{task}-{self.strategy}"
-
-    @property
     def traits(self) -> Strategy:
         """What is to know of the strategy."""
         return find(self.strategy)
@@ -284,10 +270,6 @@ class TrainConfig:
     def needs_every_rank(self) -> bool:
         """Whether the run is over when a rank dies."""
         return self.traits.needs_every_rank
-
-    def named(self) -> "TrainConfig":
-        """The same run with a name, unlike that of any other if it has none yet."""
-        return self if self.run_name else dataclasses.replace(self, run_name=secrets.token_hex(8))
 
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""

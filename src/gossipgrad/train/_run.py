@@ -4,8 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch.distributed as dist
 
@@ -51,7 +51,6 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     Raises:
         ValueError: The options cannot work; nothing was started.
         GossipError: The run failed and nothing can be kept of it, or its data cannot be fetched.
-        RuntimeError: A `ValueError` came up after the options were checked; it is the cause.
     """
     config.warn_of_unused()
     if (world := find_world(os.environ, nproc=config.nproc)) is not None:
@@ -64,17 +63,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
             held.enter_context(hold_lock(run_dir, first=True))
 
         config, run_dir = open_folder(config, nproc, hold=hold, show_config=show_config)
-        with _after_checks():
-            return _Launcher(config, run_dir, nproc).run()
-
-
-@contextmanager
-def _after_checks() -> Iterator[None]:
-    """Inside, a `ValueError` is no mistake in the options: it is raised from a `RuntimeError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise RuntimeError("the run failed after its options were checked") from error
+        return _Launcher(config, run_dir, nproc).run()
 
 
 class _Launcher:

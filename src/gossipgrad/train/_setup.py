@@ -165,7 +165,7 @@ class Rank:
             job,
             rank=rank,
             world_size=world_size,
-            threads=config.batch_threads,
+            threads=config.data_threads,
             device=self.device,
         )
         self.checkpoints = Checkpoints(

@@ -1,8 +1,10 @@
 """One worker of a run, from its environment to its end: find the others, train, hand in."""
 
 import contextlib
+import dataclasses
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -10,7 +12,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -170,7 +171,7 @@ class _Worker:
                     check_shared(run_dir, opened["token"], unless=self.start.check)
                 result = self._train(config, run_dir, progress)
                 progress.close()
-                end = {"result": asdict(result), "stopped_by": stops.first}
+                end = {"result": dataclasses.asdict(result), "stopped_by": stops.first}
                 ends.hand_in(rank, end)
                 outcome = finish(config, ends, rank, end)
                 code = exit_code_of(stops.first if result.stopped else None)
@@ -257,8 +258,10 @@ def open_folder(
 ) -> tuple[TrainConfig, RunDir]:
     """The folder of a run that begins or is resumed, and its options without defaults."""
     if config.resume is None:
-        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite, hold=hold)
-        config = config.named()
+        task = config.job or f"{config.data}-{config.model}"
+        name = "".join(one if one.isalnum() else "-" for one in f"{task}-{config.strategy}")
+        run_dir = claim(config.out, name=name, overwrite=config.overwrite, hold=hold)
+        config = dataclasses.replace(config, run_name=config.run_name or secrets.token_hex(8))
     else:
         config, run_dir = reopen(config, hold=hold)
     config = config.resolved(nproc=world_size, out=run_dir.path.absolute())
