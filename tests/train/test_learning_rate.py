@@ -1,6 +1,12 @@
+from pathlib import Path
+
 import pytest
 
-from gossipgrad.train._learning_rate import LearningRate
+from gossipgrad.train import TrainConfig
+
+
+def rate_of(*, ranks=1, **options):
+    return TrainConfig(**options).resolved(nproc=ranks, out=Path("out")).learning_rate
 
 
 def rates(rate, steps_per_epoch=2, epochs=4):
@@ -13,37 +19,30 @@ def rates(rate, steps_per_epoch=2, epochs=4):
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.5), ("linear", 8.0), ("sqrt", 2.0)])
 def test_rule_scales_with_the_number_of_ranks(rule, peak):
-    assert LearningRate(base=0.5, sharing_ranks=16, rule=rule).peak == peak
-    assert LearningRate(base=0.5, sharing_ranks=1, rule=rule).peak == 0.5
+    assert rate_of(lr=0.5, ranks=16, lr_rule=rule).peak == peak
+    assert rate_of(lr=0.5, lr_rule=rule).peak == 0.5
 
 
 def test_schedules():
     def of(schedule, **options):
-        return rates(LearningRate(base=2.0, schedule=schedule, **options), 1)
+        return rates(rate_of(lr=2.0, lr_schedule=schedule, **options), 1)
 
     assert of("constant") == [2.0] * 4
     assert of("cosine") == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])
     assert of("linear") == pytest.approx([2.0, 1.5, 1.0, 0.5])
-    assert of("step", step_epochs=2, gamma=0.5) == [2.0, 2.0, 1.0, 1.0]
-
-
-def test_steps_of_the_rate_are_whole_epochs():
-    rate = LearningRate(base=1.0, schedule="step", step_epochs=2, gamma=0.5)
-    assert rates(rate, steps_per_epoch=3, epochs=5) == [1.0] * 6 + [0.5] * 6 + [0.25] * 3
+    assert of("step", lr_step_epochs=2, lr_gamma=0.5) == [2.0, 2.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "step"])
 def test_warm_up_rises_evenly_to_the_peak_and_the_schedule_begins_there(schedule):
-    rate = LearningRate(
-        base=1.0, sharing_ranks=4, rule="linear", schedule=schedule, warmup_epochs=2, step_epochs=3
-    )
-    found = rates(rate)
+    shape = {"lr_schedule": schedule, "warmup_epochs": 2, "lr_step_epochs": 3}
+    found = rates(rate_of(lr=1.0, ranks=4, lr_rule="linear", **shape))
     assert found[:5] == pytest.approx([1.0, 2.0, 3.0, 4.0, 4.0])
     assert found[4:] == sorted(found[4:], reverse=True)
 
 
-def test_falling_schedules_reach_0_after_the_last_step():
-    for schedule in ("cosine", "linear"):
-        rate = LearningRate(base=1.0, schedule=schedule, warmup_epochs=1)
-        for step in (8, 9):  # a run that counts rounds may go a little beyond its end
-            assert rate.factor(step, steps_per_epoch=2, epochs=4) == pytest.approx(0.0, abs=1e-15)
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_falling_schedules_reach_0_after_the_last_step(schedule):
+    rate = rate_of(lr=1.0, lr_schedule=schedule, warmup_epochs=1)
+    for step in (8, 9):  # a run that counts rounds may go a little beyond its end
+        assert rate.factor(step, steps_per_epoch=2, epochs=4) == pytest.approx(0.0, abs=1e-15)

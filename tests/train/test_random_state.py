@@ -21,16 +21,6 @@ def _draw():
     return [random.getrandbits(64), *np.random.rand(2), *torchs]  # noqa: NPY002
 
 
-def test_a_rank_draws_the_same_in_every_run_and_others_draw_others():
-    drawn = []
-    for seed, rank in ((3, 1), (3, 1), (3, 2), (4, 1)):
-        seed_rank(seed, rank)
-        drawn.append(_draw())
-    assert drawn[0] == drawn[1]
-    assert not {*drawn[0]} & {*drawn[2]}
-    assert not {*drawn[0]} & {*drawn[3]}
-
-
 def test_goes_on_where_the_state_was_taken():
     seed_rank(0, 0)
     _draw()

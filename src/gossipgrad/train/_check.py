@@ -15,7 +15,7 @@ from ._device import check_device, find_device
 from ._loggers import check_loggers
 from ._optimizer_options import SECTIONS
 from ._optimizers import make_optimizers, muon_share
-from ._tasks import load_job, setting_of
+from ._tasks import load_job
 
 # What the user's own loader decides.
 _OF_A_LOADER = dict.fromkeys(("batch_size", "data_threads"), "Job.train_loader makes the batches")
@@ -24,7 +24,13 @@ _LEAST_MUON_SHARE = 0.1
 
 
 def check(config: TrainConfig, world_size: int) -> None:
-    """Refuse a run that cannot work, and get its data ready."""
+    """Refuse a run that cannot work on so many ranks, and get its data ready.
+
+    Raises:
+        ValueError: An option does not fit another, the data or this machine.
+        JobError: An attribute of the job cannot work.
+        GossipError: A built-in data set is missing and could not be fetched.
+    """
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
@@ -49,7 +55,7 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     else:
         config.warn_of_unused(_OF_A_LOADER)
-    if job.optimizer is not None:
+    if own := job.optimizer is not None:
         _warn_of_own_optimizer(config)
     steps = config.total_steps(job.epoch_batches(config.step_samples, world_size))
     if config.max_steps is not None and config.max_steps > steps:
@@ -58,7 +64,7 @@ def check(config: TrainConfig, world_size: int) -> None:
             "steps; give more --epochs.",
             stacklevel=2,
         )
-    setting = setting_of(config, job, world_size, total_steps=steps)
+    setting = config.setting(world_size, total_steps=steps, has_own_optimizer=own)
     config.traits.check(config.strategy_options, setting)
     if num_samples < world_size:
         raise ValueError(

@@ -257,14 +257,15 @@ class TrainConfig:
         """That of optimizer sgd."""
         return self.options["sgd"].momentum
 
-    def setting(self, world_size: int, *, total_steps: int = 0) -> Setting:
-        """What a strategy may know of the run, on so many ranks and of so many steps."""
-        known = {field.name for field in dataclasses.fields(Setting)} - {
-            "world_size",
-            "total_steps",
-        }
-        options = {name: getattr(self, name) for name in known}
-        return Setting(world_size=world_size, total_steps=total_steps, **options)
+    def setting(
+        self, world_size: int, *, total_steps: int = 0, has_own_optimizer: bool = False
+    ) -> Setting:
+        """What a strategy may know of the run; a job may have an optimizer that no option names."""
+        given: dict[str, Any] = {"world_size": world_size, "total_steps": total_steps}
+        if has_own_optimizer:
+            given |= {"optimizer": "the job's own", "momentum": 0.0}
+        names = {field.name for field in dataclasses.fields(Setting)} - given.keys()
+        return Setting(**given, **{name: getattr(self, name) for name in names})
 
     @property
     def needs_every_rank(self) -> bool:

@@ -24,7 +24,6 @@ from ._optimizers import make_optimizers, make_schedulers, set_step
 from ._shrinking import shrink
 from ._spans import StepSpans
 from ._state import Checkpoints, LoopState, begin_from_consensus, begin_resumed, seed_rank
-from ._tasks import setting_of
 from .strategies import Joiner, Replica, RunningStrategy
 
 
@@ -121,7 +120,8 @@ class Rank:
         self.optimizers = make_optimizers(config, self.model, job)
         epoch_batches = job.epoch_batches(config.step_samples, world_size)
         self.total_steps = config.total_steps(epoch_batches)
-        setting = setting_of(config, job, world_size, total_steps=self.total_steps)
+        own = job.optimizer is not None
+        setting = config.setting(world_size, total_steps=self.total_steps, has_own_optimizer=own)
         session, restart = None, None
         if joiner is not None:
             settings = config.traits.session_settings(config.strategy_options, setting)

@@ -1,6 +1,5 @@
 """The job of a configuration: a function of the user's, or a built-in data set and model."""
 
-import dataclasses
 import importlib
 import random
 import sys
@@ -16,7 +15,6 @@ from gossipgrad import data
 from ._config import TrainConfig
 from ._job import Job, JobError
 from ._models import build_model, cross_entropy
-from .strategies import Setting
 
 
 def load_job(config: TrainConfig) -> Job:
@@ -51,16 +49,6 @@ def load_job(config: TrainConfig) -> Job:
         test=dataset.test,
         loss=cross_entropy,
     )
-
-
-def setting_of(
-    config: TrainConfig, job: Job | None, world_size: int, *, total_steps: int = 0
-) -> Setting:
-    """What a strategy may know of a run: a job may have an optimizer that no option names."""
-    setting = config.setting(world_size, total_steps=total_steps)
-    if job is None or job.optimizer is None:
-        return setting
-    return dataclasses.replace(setting, optimizer="the job's own", momentum=0.0)
 
 
 def _seed(seed: int) -> None:
