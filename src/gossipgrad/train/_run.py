@@ -51,6 +51,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     Raises:
         ValueError: The options cannot work; nothing was started.
         GossipError: The run failed and nothing can be kept of it, or its data cannot be fetched.
+        RuntimeError: A `ValueError` came up after the options were checked; it is the cause.
     """
     config.warn_of_unused()
     if (world := find_world(os.environ, nproc=config.nproc)) is not None:
@@ -63,7 +64,10 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
             held.enter_context(hold_lock(run_dir, first=True))
 
         config, run_dir = open_folder(config, nproc, hold=hold, show_config=show_config)
-        return _Launcher(config, run_dir, nproc).run()
+        try:
+            return _Launcher(config, run_dir, nproc).run()
+        except ValueError as error:  # no mistake in the options: it keeps its traceback
+            raise RuntimeError("the run failed after its options were checked") from error
 
 
 class _Launcher:
