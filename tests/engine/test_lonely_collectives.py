@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -53,21 +52,6 @@ def test_those_who_call_it_are_served_though_another_has_ended():
     means = run(3, use)
     assert means[1] is None
     assert torch.equal(means[0], means[2])
-
-
-@pytest.mark.parametrize("end", ["dies", "fails"])
-def test_who_is_left_by_a_death_or_an_exception_goes_on_alone(end):
-    def main(me):
-        me.train(3)
-        if me.rank == 1:
-            time.sleep(0.2)
-            if end == "dies":
-                me.die()
-            me.session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-            raise ScriptedDeathError("not of the test")
-        return me.mean().isfinite().all().item()
-
-    assert run_mortals(2, main) == [True, None]
 
 
 @pytest.mark.parametrize("when", ["before", "as it waits"])
