@@ -8,9 +8,8 @@ STAGES := demo test doors docs check
 # Most tests wait for threads and processes more than they compute: two workers a core.
 WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-# But beartype draws from `random` in threads of ours while Hypothesis looks, and what garbage
-# collection finds to be open would fail whichever test runs at that moment.
-STRICT := -W error -W "ignore:Do not use the" -W ignore::ResourceWarning
+# But beartype draws from `random` in threads of ours while Hypothesis looks.
+STRICT := -W error -W "ignore:Do not use the"
 
 # Processes of tests read what others have compiled, also where the environment keeps Python from it.
 export PYTHONDONTWRITEBYTECODE :=
