@@ -217,9 +217,11 @@ class _Links:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wakes:
-                self._is_woken = False
+                # 1. A thread queues a message, and finds `_is_woken` set: it sends no byte.
+                # 2. So the flag is cleared behind the byte, and before this thread looks at queues.
                 with contextlib.suppress(BlockingIOError):
                     self._wakes.recv(64)
+                self._is_woken = False
             elif key.data in self._connections:  # not closed in this turn
                 self._serve(key.data, mask)
 
