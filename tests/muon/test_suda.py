@@ -118,6 +118,37 @@ def test_a_session_equals_the_reference(backbone, topology, options):
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("backbone", "topology"),
+    [("semi-atc-gt", "dissemination"), ("ed", "ring"), ("extra", "ring")],
+)
+def test_it_resumes_bit_for_bit_and_keeps_its_identities(backbone, topology):
+    states = {}
+
+    def whole(rank, model, optimizer, session):
+        train(model, optimizer, 5)
+        states[rank] = session.state_dict()
+        train(model, optimizer, 4, start=5)
+        with session.consensus():
+            pass
+        return model.x.detach().clone(), session.stats()
+
+    def resumed(rank, model, optimizer, session):
+        train(model, optimizer, 2)
+        session.load_state_dict(states[rank])
+        train(model, optimizer, 4, start=5)
+        return model.x.detach().clone()
+
+    settings = {"backbone": backbone, "topology": topology}
+    first = on_ranks(4, whole, **settings)
+    for (expected, stats), found in zip(first, on_ranks(4, resumed, **settings), strict=True):
+        assert torch.equal(expected, found)
+        assert stats.tracker_error < 1e-12
+        assert stats.dual_error < 1e-12
+        assert stats.rounds == 9
+        assert stats.outcomes["late"] == stats.outcomes["void"] == 0
+
+
 def test_all_kinds_of_parameters_in_narrow_types():
     """bf16 weights: what rounding takes away is kept, and ranks come together."""
     hub = Hub(2)
