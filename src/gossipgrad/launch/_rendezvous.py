@@ -1,6 +1,7 @@
 """The rendezvous of a run's launchers: a store in the launcher of node 0."""
 
 import contextlib
+import ipaddress
 import socket
 import threading
 from datetime import timedelta
@@ -93,8 +94,13 @@ class Rendezvous:
 
     def _host(self) -> dist.Store:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # Debian's hosts file gives a machine's own name a loopback address, which no other machine
+        # reaches by that name: then listen on all interfaces, as the store of torch does.
+        is_hidden = self.nodes > 1 and _is_hidden(self.host)
         try:
-            listener = socket.create_server((self.host, self.port), family=family)
+            listener = socket.create_server(
+                ("" if is_hidden else self.host, self.port), family=family
+            )
         except OSError as error:
             raise ValueError(
                 f"the store cannot listen at {self.host}:{self.port} ({error.strerror or error}): "
@@ -160,3 +166,12 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(_BEAT_SECONDS):
                 self._launchers.add(f"beats{self.node_rank}", 1)
+
+
+def _is_hidden(host: str) -> bool:
+    """Whether a name, which is neither an address nor localhost, resolves to loopback here."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return False
+    return host not in ("localhost", address) and ipaddress.ip_address(address).is_loopback
