@@ -177,7 +177,7 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
     if "--resume" in options:
         folder = tmp_path / options[options.index("--resume") + 1]
         folder.mkdir(parents=True)
-        TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json", {})
+        TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json")
     config = given(*options)
     assert config is not None
     if not {"--join", "--resume", "--job"} & {*options}:  # test_job runs jobs

@@ -87,7 +87,6 @@ def test_no_step_exchanges_much_for_a_plan():
             me.model().backward()
             me.optimizer.step()
             of_steps.append(total - before)
-        assert me.session.stats().refused is None
         return max(of_steps) / (4 * sum(p.numel() for p in me.model.parameters()))
 
     assert max(on_ranks(use, "optimal", make=Wide, density=0.02)) < 0.8
