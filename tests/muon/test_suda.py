@@ -12,7 +12,7 @@ from gossipgrad.muon._reference import Reference
 from gossipgrad.simulate import SudaRanks
 from support.ranks import run_ranks
 from support.replicas import network
-from support.waiting import HANG_SECONDS, until
+from support.waiting import until
 
 STATIC = tuple(BACKBONES)
 ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
@@ -113,9 +113,6 @@ def test_a_session_equals_the_reference(backbone, topology, options):
         train(model, optimizer, 6)
         return model.x.detach().clone()
 
-    waits = {"floor_seconds": HANG_SECONDS, "deadline_seconds": HANG_SECONDS}
-    mode = gg.Sync(**waits) if options.get("mode") == "sync" else gg.Overlap(**waits)
-    options = {**options, "mode": mode}
     found = on_ranks(4, rank_main, backbone=backbone, topology=topology, **options)
     expected = reference_of(4, backbone, topology, options.get("lazy", False), 6)
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-10)
