@@ -98,6 +98,7 @@ def saved(tmp_path):
     return save
 
 
+@pytest.mark.filterwarnings("default:lr=0.5 of")
 def test_another_optimizer_brings_its_own_learning_rate(saved, tmp_path, capsys):
     assert given(*saved(), "--optimizer", "adamw").lr is None
     assert given(*saved(), "--optimizer=adamw", "--lr=0.1").lr == 0.1

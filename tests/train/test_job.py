@@ -98,6 +98,7 @@ def summary(run: Path) -> dict:
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("default:epochs is 8 instead of 6")
 def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     faults = ("--gossip.faults", "kill rank=1 round=20")
     usual = ("--nproc", "2", "--epochs", "6", "--checkpoint-every", "10", "--quiet")

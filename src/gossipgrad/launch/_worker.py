@@ -1,5 +1,6 @@
 """One worker process: started with torchrun's environment, watched, and ended with its launcher."""
 
+import contextlib
 import os
 import re
 import signal
@@ -95,7 +96,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self._show, self._prefix = show, prefix
-        self._log = None if log is None else log.open("ab", buffering=0)
+        self._log = log
         self.exit: Exit | None = None
         self._tail = b""
         if callable(command):
@@ -154,13 +155,17 @@ class Worker:
         keep: Callable[[bytes], None] = lambda chunk: None,
     ) -> threading.Thread:
         assert pipe is not None
+        log = None if self._log is None else self._log.open("ab", buffering=0)
 
         def forward() -> None:
             rest = b""  # of a line, which others would break
-            with pipe:
+            with pipe, log or contextlib.nullcontext():
                 while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
                     keep(chunk)
-                    if self._prefix and self._log is None:
+                    if log is not None:
+                        log.write(chunk)
+                        continue
+                    if self._prefix:
                         *lines, rest = re.split(rb"(?<=[\n\r])", rest + chunk)
                         chunk = b"".join(self._prefix.encode() + line for line in lines)
                     self._write(chunk, stream)
@@ -172,9 +177,7 @@ class Worker:
         return thread
 
     def _write(self, chunk: bytes, stream: TextIO) -> None:
-        if self._log is not None:
-            self._log.write(chunk)
-        elif self._show:
+        if self._show:
             stream.write(chunk.decode(errors="replace"))
             stream.flush()
 
