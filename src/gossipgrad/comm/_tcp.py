@@ -1,7 +1,7 @@
 """Links over plain TCP: one connection a pair of ranks, opened when one of them first needs it.
 
-One thread of the process moves the bytes of all links, and training goes on beside it: the calls
-that copy between a socket and memory run without Python's lock. Bytes are not encrypted; that is
+One thread moves the bytes of all links while the process trains: the calls that copy between a
+socket and memory run without Python's lock. Bytes are not encrypted; that is
 the network's to do.
 """
 

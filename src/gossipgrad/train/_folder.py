@@ -81,7 +81,7 @@ class RunDir:
         return _free(self.path / f"evicted-rank{rank}.safetensors")
 
     def put_aside(self, rank: int) -> None:
-        """Move the metrics of a rank that the run goes on without into `former`."""
+        """Move the metrics of a rank that the run continues without into `former`."""
         if self.metrics(rank).exists():
             former = self.path / "former"
             former.mkdir(exist_ok=True)

@@ -199,7 +199,7 @@ class Rank:
         )
 
     def _begin(self, restart: tuple[LoopState, str] | None) -> LoopState | None:
-        """Bring all where the run goes on: of a joiner, after a checkpoint, or at the start."""
+        """Bring all to the start, to a checkpoint, or to the run that a joiner enters."""
         config, strategy, joiner, state = self.config, self.strategy, self.joiner, None
         if joiner is not None and isinstance(self.batches, ElasticBatches):
             state = joiner.make_loop_state(strategy, self.batches)

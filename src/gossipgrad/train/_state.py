@@ -173,7 +173,7 @@ _OF_A_RUN = frozenset({"strategy", "random", "loop"})  # beside replica and sess
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopState:
-    """Where a run goes on."""
+    """The position at which a run continues."""
 
     epoch: int
     batch: int
@@ -183,7 +183,7 @@ class LoopState:
     def made_by_others(
         cls, *, epoch: int, steps: int, batch: int = 0, offset: int | None = None, **known: Any
     ) -> "LoopState":
-        """Where a rank goes on behind steps of others: what a step costs is counted from here."""
+        """Where a rank continues after steps of others: what a step costs is counted from here."""
         metrics = {"epochs": epoch, "steps": steps, "counted_from": steps, "offset": offset}
         zeros = dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0)
         zeros |= dict.fromkeys(("samples", "epoch_samples"), 0)
