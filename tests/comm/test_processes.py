@@ -1,16 +1,18 @@
 """Links between real processes."""
 
+import json
 import os
 import select
+import signal
 
 import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import Channel, Outcome, Part
+from gossipgrad.comm import Channel, Lost, Outcome, Part, TCPTransport
 from support.links import make_transports
 from support.processes import run_processes
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +71,38 @@ def fork_and_close_the_session(rank, store):
                 os._exit(1)
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status), session.agree("still there")
+
+
+def leave_while_the_other_stands(rank, store):
+    """Rank 1 sends and ends while rank 0 stands still, which then sends before it reads."""
+    if rank == 0:
+        transport = TCPTransport.joining(0, 2, introductions={}, secret="00")
+        store.set("to", json.dumps(transport.introduction))
+        until(lambda: transport.receive(0.1))
+        store.set("pid", str(os.getpid()))
+        events, payload = [], torch.zeros(1 << 22)
+        while not any(isinstance(event, Lost) for event in events):
+            transport.send(1, b"more", payload)
+            transport.send(1, b"more", payload).wait(HANG_SECONDS)
+            events += transport.receive(0.0)
+        transport.close()
+        return [event.header for event in events if not isinstance(event, Lost)]
+    to = json.loads(store.get("to"))
+    transport = TCPTransport.joining(1, 2, introductions={0: to}, secret="00")
+    transport.send(0, b"here")
+    pid = int(store.get("pid"))
+    until(lambda: transport.receive(0.1))
+    os.kill(pid, signal.SIGSTOP)
+    for number in range(100):
+        transport.send(0, b"%d" % number)
+    transport.close(0.5)
+    os.kill(pid, signal.SIGCONT)
+    return [b"%d" % number for number in range(100)]
+
+
+def test_what_a_rank_sent_before_its_end_arrives_though_the_other_still_sends():
+    found, sent = run_processes(2, leave_while_the_other_stands, grouped=False)
+    assert found == sent
 
 
 def test_a_forked_child_may_close_the_session_of_its_parent():

@@ -21,7 +21,7 @@ __all__ = ["Channel"]
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 0.2  # to send LEAVE; a peer that misses it sees the link close
+_LEAVE_SECONDS = 2.0  # until the others have read LEAVE, which their threads of links do at once
 _LEFT = "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, to notice Ctrl-C and silent deaths
 _END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`

@@ -370,6 +370,13 @@ class _Links:
             link.is_writing = True
         try:
             sent_bytes = connection.write(views)
+        except ConnectionError:
+            # 1. Rank 1 says LEAVE, ends, and its host resets the connection.
+            # 2. Rank 0 still sends to it, and has not read all that came before.
+            # 3. So rank 0 only stops to write: it reads LEAVE, and then the end.
+            with self.filled:
+                link.outgoing.drop()
+            sent_bytes = 0
         finally:
             with self.filled:
                 link.is_writing = False

@@ -31,7 +31,7 @@ __all__ = ["Members"]
 
 logger = logging.getLogger(__name__)
 
-_FAREWELL_SECONDS = 0.5
+_FAREWELL_SECONDS = 2.0
 
 
 class Members:
