@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import torch.distributed as dist
 
+from support.processes import free_port
 from support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.process
@@ -47,8 +47,7 @@ while not b.receive(0.1):
 
 
 def ended(script, world_size=1, **more):
-    port = dist.TCPStore("127.0.0.1", 0, 1, True).port
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | more
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
     shared |= {"WORLD_SIZE": str(world_size)}
     processes = [
         subprocess.Popen(
@@ -61,7 +60,7 @@ def ended(script, world_size=1, **more):
         for rank in range(world_size)
     ]
     told = [process.communicate(timeout=HANG_SECONDS) for process in processes]
-    assert [process.returncode for process in processes] == [0] * world_size
+    assert [process.returncode for process in processes] == [0] * world_size, told
     return told
 
 

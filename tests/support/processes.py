@@ -1,6 +1,8 @@
 """True processes, out of a fork server that has torch loaded: about a second for four."""
 
 import multiprocessing
+import random
+import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from gossipgrad.launch import ensure_fork_server
 from support.waiting import HANG_SECONDS
 
-__all__ = ["one_by_one", "run_processes", "start_fork_server"]
+__all__ = ["free_port", "one_by_one", "run_processes", "start_fork_server"]
 
 # All that any test forks: whoever starts the server decides for all that come later.
 _PRELOAD = [
@@ -24,6 +26,18 @@ _PRELOAD = [
 def start_fork_server() -> None:
     """Starts the fork server of this process with all that processes of tests need loaded."""
     ensure_fork_server(_PRELOAD)
+
+
+def free_port() -> int:
+    """Returns a port of this host below those that the system gives away, so that none takes it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def run_processes(

@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from support.agents import agents
 from support.killed_world import train_with_a_death
 from support.launched import count
-from support.processes import run_processes
+from support.processes import free_port, run_processes
 from support.waiting import until
 
 pytestmark = pytest.mark.process
@@ -118,15 +116,3 @@ def test_a_world_of_slurm_goes_on_without_a_killed_rank(tmp_path, victim):
     holds(summary, victim, steps=120, frozen=victim == 0)
     told = [answers[rank][2].count("the membership stays as it is") for rank in living]
     assert told == [victim == 0] * 2, "each says it once"
-
-
-def free_port() -> int:
-    """One of those that jobs of Slurm get, below those that the system gives away."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

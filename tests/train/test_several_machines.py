@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 
 from gossipgrad.cli import main
 from support.launched import count, press_ctrl_c, when
+from support.processes import free_port
 from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
@@ -23,11 +23,6 @@ def start(*arguments):
         text=True,
         env=dict(os.environ),
     )
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def test_two_launchers_share_one_run_that_another_worker_joins(tmp_path):

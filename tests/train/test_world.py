@@ -16,7 +16,7 @@ from gossipgrad.train import (
     slurm_rendezvous,
 )
 from support.agents import run_torchrun
-from support.processes import run_processes
+from support.processes import free_port, run_processes
 from support.waiting import HANG_SECONDS, until
 from support.world_rank import refused, stopped_by_signal, waits_alone
 
@@ -119,11 +119,6 @@ def test_nproc_must_fit_the_world(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"nproc is 3, but torchrun has started 2 .*leave --nproc"):
         run(TrainConfig(nproc=3))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def is_listening(port: int) -> bool:
