@@ -14,6 +14,7 @@ import gossipgrad as gg
 from gossipgrad.decentralized import average_states
 from support.replicas import network, plain_sgd
 from support.sessions import run_sessions
+from support.wires import Wires
 
 WORLD_SIZE = 4
 RATE = 0.1
@@ -71,3 +72,24 @@ def test_states_have_the_mean_of_the_run_and_a_resumed_run_keeps_it(name):
     started = sum(start for _, start, _, _ in resumed) / WORLD_SIZE
     torch.testing.assert_close(started, mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(resumed[0][3], expected(resumed), rtol=0, atol=1e-12)
+
+
+def test_rounds_after_a_load_are_not_as_old_as_those_before_it():
+    """Nothing has arrived since the session began, so the loaded rounds were in flight before."""
+    mode, wires = gg.Stale(max_staleness=2), Wires(2)
+    of_both = {"mode": mode, "heartbeats": None, "leaves_together": False}
+    states = run_sessions(2, lambda me: me.session.state_dict(), **of_both)
+
+    def use(me):
+        me.train(5 if me.rank == 0 else 0)
+        waited = me.session.stats().void_rounds
+        me.session.load_state_dict(states[me.rank])
+        me.train(mode.max_staleness if me.rank == 0 else 0)
+        voids = me.session.stats().void_rounds
+        me.group.barrier()
+        me.session.__exit__(RuntimeError, None, None)  # waits for nothing
+        return waited, voids
+
+    waited, voids = run_sessions(2, use, wrap=lambda end: wires.transport(end.rank), **of_both)[0]
+    assert waited > 0
+    assert voids == 0
