@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gossipgrad.planning import Merge
+from gossipgrad.sparsification import Warmup
 from support.replicas import network
 from support.sparse import on_ranks, same_weights
 
@@ -161,3 +162,20 @@ def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
         return me.weights()
 
     assert same_weights(on_ranks(use, optimizer=two, scales=True))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_no_stage_of_a_warm_up_sends_more_than_an_all_reduce(share):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+
+    def use(me):
+        me.train(4)
+        stats = me.session.stats()
+        assert stats.bytes_sent <= stats.all_reduce_bytes
+        assert any(each.any() for each in me.carried().values()) == (share == 0.25)
+        return me.weights()
+
+    density = Warmup(densities=(1.0, share), steps=2, then=0.01)
+    assert same_weights(on_ranks(use, "single", world_size=4, make=make, density=density))

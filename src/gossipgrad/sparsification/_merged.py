@@ -21,6 +21,7 @@ __all__ = ["DENSE_DTYPES", "CarriedOver", "MergedGroup", "Timing"]
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _STEP_BYTES = 16  # at the end of a sparse message
+_PADDING_BYTES = 16  # of a sparse message, at most: no reason to send a small tensor whole
 _STEPS = 64  # elements at the end of a dense one
 
 
@@ -105,8 +106,8 @@ class MergedGroup:
 
     @property
     def sparse(self) -> bool:
-        """Whether not everything is sent: at density 1 an all-reduce moves fewer bytes."""
-        return self.method == "sparse" and sum(self.counts) < self.numel
+        """Whether not everything is sent; otherwise an all-reduce moves fewer bytes."""
+        return self.method == "sparse" and (self._format is not None or not self.counts)
 
     @property
     def bytes_sent(self) -> int:
@@ -115,6 +116,11 @@ class MergedGroup:
         if self.sparse:  # 0 before the number of coordinates is known
             form = self._format
             return 0 if form is None else others * (form.size_bytes + _STEP_BYTES)
+        return self._all_reduce_bytes
+
+    @property
+    def _all_reduce_bytes(self) -> int:
+        others = self._world_size - 1
         return 2 * others * self.numel * self.dense_dtype.itemsize // self._world_size
 
     @property
@@ -138,12 +144,15 @@ class MergedGroup:
         counts = counts_of(self.sizes, densities, per_tensor=self._per_tensor)
         if self.counts == counts or self.method != "sparse":
             return
-        self.counts = counts
-        if not self.sparse:
-            self._format = None
+        self.counts, self._format = counts, None
+        if sum(counts) < self.numel:
+            form = SparseFormat(self.numel, sum(counts), self._value_dtype)
+            least = (self._world_size - 1) * (form.size_bytes - _PADDING_BYTES)
+            if least <= self._all_reduce_bytes:
+                self._format = form
+        if self._format is None:
             self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
             return
-        self._format = SparseFormat(self.numel, sum(counts), self._value_dtype)
         size = self._format.size_bytes + _STEP_BYTES
         self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._gathered = torch.empty(
