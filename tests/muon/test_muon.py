@@ -98,6 +98,14 @@ def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
     assert of_gpt["characters.weight"] == "adamw"
 
 
+def test_a_stack_of_matrices_that_is_updated_as_one_is_warned_of():
+    model = model_of()
+    model.experts = nn.Parameter(torch.zeros(4, 6, 5))
+    assert roles(gg.Muon(model))["experts"] == "adamw"
+    with pytest.warns(UserWarning, match="experts.*4 x 30"):
+        gg.Muon(model, muon=["experts"])
+
+
 def test_groups_and_plain_tensors_as_torch_takes_them():
     model = model_of()
     whole = gg.Muon(list(model.parameters()))

@@ -56,6 +56,30 @@ def train(model, optimizer, steps=range(13)):
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("cls", [gg.KLShampoo, gg.Shampoo])
+def test_steps_do_not_depend_on_the_scale_of_gradients(cls):
+    def weight_after_steps(scale):
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.zeros(6, 9))
+        optimizer = cls([weight], weight_decay=0.0)
+        for _ in range(6):
+            weight.grad = scale * torch.randn(6, 9, generator=generator)
+            optimizer.step()
+        return weight.detach()
+
+    usual, large = weight_after_steps(1.0), weight_after_steps(100.0)
+    assert (large - usual).norm() < 0.1 * usual.norm()
+
+
+def test_newton_roots_of_rounded_products_are_warned_of():
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.warns(UserWarning, match="TF32"):
+            gg.Shampoo(net(), root_method="newton")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def chain():
     """Matrices of many shapes, so that there are many units."""
     torch.manual_seed(0)
@@ -91,7 +115,7 @@ def saved_and_loaded(state):
     "options",
     [
         {"refresh": gg.Background(every=4, max_staleness=0)},
-        {"refresh": gg.Background(every=4, executor=gg.Deterministic(0)), "staggered": True},
+        {"refresh": gg.Background(4, 4, executor=gg.Deterministic(0)), "staggered": True},
         {"storage": gg.Tiers(device_bytes=None)},
         {"storage": "30 %"},
         {"storage": "30 %", "refresh": gg.Background(4, 2, fixed_delay=True)},

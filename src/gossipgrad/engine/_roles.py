@@ -1,11 +1,14 @@
 """The choice of parameters that an optimizer of matrices updates; AdamW updates the rest."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+
+from gossipgrad._messages import warn
 
 __all__ = ["ADAMW", "choose_roles"]
 
@@ -74,6 +77,13 @@ def choose_roles(
             raise ValueError(
                 f"{argument}= names {name!r} of shape {tuple(named[name].shape)}: it takes "
                 "matrices, and tensors of more dimensions flattened to one row a first index"
+            )
+        rows, *others = shape = tuple(named[name].shape)
+        if rows > 1 < len(others) and not isinstance(owners[id(named[name])], _ConvNd):
+            warn(
+                f"{argument}= names {name!r} of shape {shape}, which is updated as one matrix of "
+                f"{rows} x {math.prod(others)}. If it is a stack of matrices, such as experts, "
+                "keep each as a parameter of its own, or name it in adamw="
             )
     return roles | dict.fromkeys(chosen, role) | dict.fromkeys(chosen_adamw, ADAMW)
 

@@ -1,8 +1,10 @@
 """KL-Shampoo: factors that whiten each other, and a preconditioner without Adam."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossipgrad.engine import Parameters
@@ -14,7 +16,7 @@ from gossipgrad.second_order._tiers import Tiers
 
 __all__ = ["KLShampoo"]
 
-_FIRST_VALUE = 0.1
+_FIRST_VALUE = 0.1  # as published, for blocks whose first gradient is zero
 _VALUES = ("left_values", "right_values")
 
 
@@ -30,11 +32,11 @@ class KLShampoo(Eigenbasis):
         L \leftarrow b L + \tfrac{1 - b}{n} G Q_R d_R^{-1} Q_R^T G^T, \quad
         d_L \leftarrow b \, d_L + \tfrac{1 - b}{n} \text{diag}(P d_R^{-1} P^T)
 
-    and the same for $R$ and $d_R$ with m. Eigenvalues start at 0.1 and change in every step, each
-    with those of before the step; $d^{-1/2}$ is at most the number of rows (columns), itself taken
-    between 10 and 4000. It uses no Adam, bias correction or grafting. First step, bases, blocks,
-    state and DTensors are as in `gg.SOAP`, with $m + n$ eigenvalues instead of $m n$ second
-    moments.
+    and the same for $R$ and $d_R$ with m. Eigenvalues start at the root mean square of the first
+    gradient and change in every step, each with those of before the step; $d^{-1/2}$ is at most the
+    number of rows (columns), itself taken between 10 and 4000. It uses no Adam, bias correction or
+    grafting. First step, bases, blocks, state and DTensors are as in `gg.SOAP`, with $m + n$
+    eigenvalues instead of $m n$ second moments.
 
     Args:
         params: See `gg.SOAP`; the role is `"kl_shampoo"`.
@@ -56,7 +58,9 @@ class KLShampoo(Eigenbasis):
         Lin et al., Understanding and Improving the Shampoo Optimizer via Kullback-Leibler
         Minimization, 2025, and its published code, for matrices. Deviations: (1) blocks of
         `max_dim`; (2) the mean of gradients is kept in the bases and rotated with them; (3) fp32
-        where the code has bf16; (4) weight decay is applied before the update instead of after it.
+        where the code has bf16; (4) weight decay is applied before the update instead of after it;
+        (5) eigenvalues start at the scale of the gradient, not at 0.1: with that, steps are far too
+        short for the first hundreds of steps where gradients are much smaller than 0.3.
     """
 
     role = "kl_shampoo"
@@ -106,8 +110,10 @@ class KLShampoo(Eigenbasis):
             with self.use(unit, (*FACTORS, *_VALUES), rows) as (left, right, *values):
                 add_gram(left, gradient, b, (1 - b) / n)
                 add_gram(right, gradient.mT, b, (1 - b) / m)
-                for value in values:
-                    value.fill_(_FIRST_VALUE)
+                scale = torch.linalg.vector_norm(gradient, dim=(1, 2)) / math.sqrt(m * n)
+                scale = torch.where(scale > 0, scale, _FIRST_VALUE)
+                for value, size in zip(values, (m, n), strict=True):
+                    value.copy_(scale.unsqueeze(1).clamp(min=_lowest(size)))
             return None
         self.renew(unit, group, unit.step - 1)
         names = ("moment", *FACTORS, *_VALUES)

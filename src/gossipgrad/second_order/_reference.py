@@ -22,7 +22,8 @@ Rules. The comments in the code name the line that they implement.
     K1  M as S1; W = W - a Q_L (M' * s / (1 + e s)) Q_R^T, s = d_L^(-1/2) (x) d_R^(-1/2).
     K2  L = b L + (1 - b) / n G Q_R d_R^-1 Q_R^T G^T; R = b R + (1 - b) / m G^T Q_L d_L^-1 Q_L^T G.
     K3  d_L = b d_L + (1 - b) / n diag(Q_L^T G Q_R d_R^-1 Q_R^T G^T Q_L), d_R alike; both with the
-        old ones; d^(-1/2) at most max(10, min(size, 4000)). They start at 0.1.
+        old ones; d^(-1/2) at most max(10, min(size, 4000)). They start at |G| / (m n)^(1/2), where
+        the published code has 0.1, which is far above the gradients of most networks.
     K4  Every T updates Q = QR(L Q), in the order that there is; at first as S5, with G G^T / n.
     (KL-Shampoo, published code.)
     H1  S4, then every T calls X = (L / (1 - b^k) + u l I)^(-1/4), l the largest eigenvalue; Y alike
@@ -112,7 +113,9 @@ class KLShampoo:
         if self.k == 0:
             self.L, self.R = (1 - b) / n * G @ G.T, (1 - b) / m * G.T @ G  # K4
             self.M = torch.zeros_like(G)
-            self.d_L, self.d_R = torch.full((m,), 0.1).to(G), torch.full((n,), 0.1).to(G)
+            d = G.square().mean().sqrt() if G.any() else torch.tensor(0.1)  # K3
+            self.d_L = torch.full((m,), float(d)).to(G).clamp(min=max(10, min(m, 4000)) ** -2)
+            self.d_R = torch.full((n,), float(d)).to(G).clamp(min=max(10, min(n, 4000)) ** -2)
             return W
         if found := self.refreshed.take(self.k - 1, self._bases):
             self.Q_L, self.Q_R = found

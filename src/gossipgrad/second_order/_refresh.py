@@ -84,7 +84,7 @@ class Background:
 
     Args:
         every: Steps from one refresh of a unit to the next, at least 1.
-        max_staleness: Steps that a root may take to compute, at least 0.
+        max_staleness: Steps that a root may take to compute, from 0 to `every`.
         workers: Threads, at least 1; each computes on one core.
         on_bound: Action of a step for a unit whose root would be too old: `"block"` waits for the
             worker, `"synchronous"` computes it in the step, and `"graft-only"` makes the step
@@ -112,6 +112,12 @@ class Background:
     def __post_init__(self) -> None:
         _check_whole("every", self.every, 1)
         _check_whole("max_staleness", self.max_staleness, 0)
+        if self.max_staleness > self.every:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} is above every={self.every}, and a unit "
+                "computes one root at a time: the next would be due before this one, and steps "
+                f"would wait. Give max_staleness={self.every} or less, or refresh less often"
+            )
         _check_whole("workers", self.workers, 1)
         if self.on_bound not in get_args(OnBound):
             raise ValueError(

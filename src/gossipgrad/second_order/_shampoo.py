@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossipgrad._messages import warn
 from gossipgrad.engine import Parameters
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import SecondOrder, check_fraction, check_sizes
@@ -48,7 +49,8 @@ class Shampoo(SecondOrder):
         damping: Added to all eigenvalues of a factor, times the largest one.
         graft: `"adam"`, or `"none"`: use D itself.
         root_method: `"eigh"`, in fp64 on the host; or `"newton"`, coupled Newton iterations on the
-            parameters' device in their type, which needs a `damping` of 1e-5 or more.
+            parameters' device in their type, which needs a `damping` of 1e-5 or more, and products
+            in fp32: it warns of TF32, which `torch.set_float32_matmul_precision("high")` allows.
         eps: Adam's eps, also of AdamW.
         weight_decay: Decoupled weight decay of all parameters.
         max_dim: Largest dimension of blocks, at least 1.
@@ -112,6 +114,12 @@ class Shampoo(SecondOrder):
         for name, known in (("graft", _GRAFTS), ("root_method", tuple(_METHODS))):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
+        if group["root_method"] == "newton" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            warn(
+                'root_method="newton" with TF32 products makes roots that are wrong by percents on '
+                'GPUs: call torch.set_float32_matmul_precision("highest"), or give '
+                'root_method="eigh"'
+            )
         if group["graft"] == "none" and self.may_lack_roots:
             raise ValueError("on_bound='graft-only' needs graft='adam'")
 
