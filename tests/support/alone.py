@@ -1,55 +1,73 @@
-"""One rank that trains alone, in this process."""
+"""Runs of one rank in this process, as torchrun starts it: a tenth of a second each."""
 
-import threading
-from collections.abc import Callable
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from gossipgrad.data import Dataset
-from gossipgrad.train import Job, TrainConfig
-from gossipgrad.train._folder import RunDir, claim
-from gossipgrad.train._rank import train_rank
-from gossipgrad.train._result import RankResult
-from gossipgrad.train._tasks import load_job
-from support.jobs import job_of
+from gossipgrad import checkpoint
+from gossipgrad.train import Outcome, TrainConfig, config_of_run, run
+from support.waiting import HANG_SECONDS
 
-__all__ = ["begin_alone", "train_alone"]
+__all__ = ["each_step", "events", "resume_alone", "run_alone", "stopping_after"]
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def begin_alone(out: Path, **options: Any) -> tuple[TrainConfig, RunDir]:
-    """The options and the folder of a run of strategy local, which replaces one that was there."""
-    run_dir = claim(out, name="", overwrite=True)
-    config = TrainConfig(**{"strategy": "local", "run_name": out.name, **options})
-    config = config.resolved(nproc=1, out=run_dir.path)
-    config.write(run_dir.config)
-    return config, run_dir
+def run_alone(out: Path | None, **options: Any) -> Outcome:
+    """A run of strategy local, which replaces one that was there."""
+    usual: dict[str, Any] = {"strategy": "local", "quiet": True, "overwrite": True}
+    usual["run_name"] = None if out is None else out.name
+    return _run(TrainConfig(out=out, **usual | {"trace": 0} | options))
 
 
-def train_alone(
-    config: TrainConfig,
-    run_dir: RunDir,
-    *,
-    dataset: Dataset | None = None,
-    job: Job | None = None,
-    rank: int = 0,
-    stop: threading.Event | None = None,
-    emit: Callable[[dict[str, Any]], None] = lambda event: None,
-) -> RankResult:
-    """Trains a job, else the one that the options name, on another data set if one is given."""
-    threads = torch.get_num_threads()
-    if job is None:
-        job = load_job(config) if dataset is None else job_of(config, dataset)
-    try:
-        return train_rank(
-            config,
-            job,
-            run_dir,
-            rank=rank,
-            world_size=rank + 1,
-            stop=stop or threading.Event(),
-            emit=emit,
-        )
-    finally:
-        torch.set_num_threads(threads)
+def resume_alone(run_dir: Path, **changes: Any) -> Outcome:
+    """Resumes the run in a folder, with some options changed."""
+    return _run(dataclasses.replace(config_of_run(run_dir), **changes))
+
+
+def _run(config: TrainConfig) -> Outcome:
+    save = checkpoint.Saver.save
+
+    def patiently(saver: checkpoint.Saver, state: Any, **options: Any) -> bool:
+        """However slow the disk is, no checkpoint is left out."""
+        return save(saver, state, **options | {"wait_seconds": HANG_SECONDS})
+
+    with (
+        mock.patch.dict(os.environ, WORLD),
+        mock.patch.object(checkpoint.Saver, "save", patiently),
+    ):
+        return run(config)
+
+
+def events(out: Path, kind: str = "step", rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank has written to its metrics."""
+    lines = (out / f"metrics-rank{rank}.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@contextmanager
+def each_step(act: Callable[[int], None]) -> Iterator[None]:
+    """Calls `act(step)` in each step, from 1, of runs of the built-in tasks in the block."""
+    loss, steps = torch.nn.functional.cross_entropy, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        act(steps)
+        return loss(*args, **options)
+
+    with mock.patch.object(torch.nn.functional, "cross_entropy", counted):
+        yield
+
+
+def stopping_after(steps: int) -> Any:
+    """Presses Ctrl-C after so many steps; a few more may be made until it is seen."""
+    return each_step(lambda step: step == steps and os.kill(os.getpid(), signal.SIGINT))

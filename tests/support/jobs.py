@@ -1,25 +1,19 @@
-"""Jobs of the small data sets that tests make."""
+"""Jobs of tests, by a name that `--job` takes in this process."""
 
-import torch
-from torch import nn
+import sys
+import types
+from collections.abc import Callable
 
-from gossipgrad.data import Dataset
-from gossipgrad.train import Job, TrainConfig, build_model, cross_entropy
+import pytest
 
-__all__ = ["job_of", "job_on"]
+from gossipgrad.train import Job
 
-
-def job_of(config: TrainConfig, dataset: Dataset) -> Job:
-    """The built-in model that a configuration names, on a data set."""
-    torch.manual_seed(config.seed)
-    return job_on(dataset, build_model(config.model, dataset.info))
+__all__ = ["name_job"]
 
 
-def job_on(dataset: Dataset, model: nn.Module | None = None) -> Job:
-    """A model, or one that does not matter, on a data set."""
-    return Job(
-        model=model or nn.Linear(1, 1),
-        train=dataset.train,
-        test=dataset.test,
-        loss=cross_entropy,
-    )
+def name_job(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Job]) -> str:
+    """Makes a module of the function, for the time of a test."""
+    module = types.ModuleType("job_of_a_test")
+    vars(module)["make"] = make
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return f"{module.__name__}:make"

@@ -6,10 +6,9 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from gossipgrad.train import GossipConfig, TrainConfig, run
-from gossipgrad.train._metrics import Event, Metrics
+from support.alone import each_step
 
 __all__ = ["train_with_a_death"]
 
@@ -23,27 +22,16 @@ def train_with_a_death(
     put the run together, and what it said on stderr.
     """
     os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
-    write = Metrics.write
 
-    def write_and_die(metrics: Metrics, event: str, **values: object) -> Event:
-        record = write(metrics, event, **values)
-        if rank == victim and metrics.steps > 20:
+    def die(step: int) -> None:
+        if rank == victim and step > 20:
             os.kill(os.getpid(), signal.SIGKILL)
-        return record
 
-    told = io.StringIO()
+    told, options = io.StringIO(), {"gossip": GossipConfig(topology="matching")}
     with (
-        mock.patch.object(Metrics, "write", write_and_die),
+        each_step(die),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(told),
     ):
-        outcome = run(
-            TrainConfig(
-                epochs=4,
-                log_every=1,
-                trace=0,
-                out=Path(out),
-                options={"gossip": GossipConfig(topology="matching")},
-            )
-        )
+        outcome = run(TrainConfig(epochs=4, log_every=1, trace=0, out=Path(out), options=options))
     return outcome.exit_code, outcome.summary, told.getvalue()

@@ -26,19 +26,20 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     """What a rank saved last, or at a step, less times and what has just come."""
     state = checkpoint.load(folder / "checkpoints", rank=rank, step=step)
     del state["random"]["python"]  # the checks of types, which tests alone have, draw from it
-    loop = state["loop"]
-    metrics = {k: v for k, v in loop["metrics"].items() if "seconds" not in k and k != "offset"}
+    del state["loop"]["metrics"]["offset"]
     session = state.get("session")
-    strategy = {k: v for k, v in state["strategy"].items() if "seconds" not in k}
-    # A stop takes an evaluation more; in the others are times.
-    left_out = ("first", "before")
-    strategy = {k: v for k, v in strategy.items() if k not in left_out}
     return {
         **state,
-        "loop": {**loop, "metrics": metrics},
+        "loop": _without_seconds(state["loop"]),
         "session": session and session_of_training(session),
-        "strategy": strategy,
+        "strategy": _without_seconds(state["strategy"]),
     }
+
+
+def _without_seconds(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_seconds(one) for name, one in value.items() if "seconds" not in name}
 
 
 def assert_same_runs(ours: Path, theirs: Path, ranks: int) -> None:

@@ -35,34 +35,26 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options"),
     [
-        ({"epochs": 0}, "epochs is 0, but must be at least 1"),
-        ({"lr": 0.0}, "lr is 0.0, but must be above 0"),
-        ({"lr": float("inf")}, "lr is inf, but must be above 0 and finite"),
-        ({"weight_decay": float("inf")}, "weight_decay is inf, but must be finite"),
-        ({"weight_decay": float("nan")}, "weight_decay is nan, but must be at least 0"),
-        (
-            {"options": {"sgd": {"momentum": 1.0}}},
-            "momentum is 1.0, but must be at l",
-        ),
-        ({"warmup_epochs": 5, "epochs": 5}, "warmup_epochs is 5, but must be below epochs, 5: the"),
-        (
-            {"lr_schedule": "step", "lr_step_epochs": 2, "warmup_epochs": 4},
-            "lr_step_epochs is 2, but must be above warmup_epochs, 4: .*, or drop later",
-        ),
-        (
-            {"lr_schedule": "step", "epochs": 20, "warmup_epochs": 7},
-            "lr_step_epochs is 7, but must be above warmup_epochs, 7",
-        ),
-        ({"threads": 10**6}, "threads is 1000000, but must be at most 1024: more threads than"),
-        ({"lr_gamma": 1.0}, "lr_gamma is 1.0, but must be above 0 and below 1"),
-        ({"options": {"gossip": {"max_staleness": 16}}}, "max_staleness is 16, but must be from 0"),
-        ({"options": {"gossip": {"deadline_seconds": math.inf}}}, "deadline_seconds is inf, but"),
+        ("epochs", {"epochs": 0}),
+        ("lr", {"lr": 0.0}),
+        ("lr", {"lr": float("inf")}),
+        ("weight_decay", {"weight_decay": float("nan")}),
+        ("momentum", {"options": {"sgd": {"momentum": 1.0}}}),
+        ("warmup_epochs", {"warmup_epochs": 5, "epochs": 5}),
+        ("lr_step_epochs", {"lr_schedule": "step", "lr_step_epochs": 2, "warmup_epochs": 4}),
+        ("lr_step_epochs", {"lr_schedule": "step", "epochs": 20, "warmup_epochs": 7}),
+        ("threads", {"threads": 10**6}),
+        ("lr_gamma", {"lr_gamma": 1.0}),
+        ("max_staleness", {"options": {"gossip": {"max_staleness": 16}}}),
+        ("deadline_seconds", {"options": {"gossip": {"deadline_seconds": math.inf}}}),
+        ("compress", {"options": {"gossip": {"compress": "a tenth"}}}),
+        ("compress", {"options": {"gossip": {"compress": "top-k:0.01"}}}),
     ],
 )
-def test_refuses_numbers_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_refuses_numbers_out_of_range(name, options):
+    with pytest.raises(ValueError, match=rf"{name}\b"):
         TrainConfig(**options)
 
 
@@ -70,19 +62,11 @@ def test_refuses_numbers_out_of_range(options, message):
     ("content", "message"),
     [
         ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, sp"),
-        ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, stale"),
-        ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
-        ('{"sparse": {"plan": "best"}}', "plan is 'best', but must be one of optimal, greedy"),
+        ('{"gossip": {"average_every": "foo"}}', "average_every is 'foo', but must be log_p or"),
         ('{"epoch": 3}', "option 'epoch' is not known to TrainConfig"),
-        ('{"epochs": "3"}', "epochs is '3', but must be a whole number"),
         ('{"epochs": 2.5}', "epochs is 2.5, but must be a whole number"),
         ('{"lr": "0.1"}', "lr is '0.1', but must be a number or None"),
-        (
-            '{"gossip": {"average_every": "foo"}}',
-            "average_every is 'foo', but must be log_p or",
-        ),
         ('{"gossip": 3}', "gossip is 3, but must hold options by their names"),
-        ('{"data_dir": 3}', "data_dir is 3, but must be a path or None"),
         ("[]", "holds no options"),
         ("{", "is not JSON"),
     ],
@@ -215,17 +199,10 @@ def test_the_report_names_the_topology_that_follows_the_mode(tmp_path):
         assert (told["topology"], told["mode"]) == (topology, mode)
 
 
-@pytest.mark.parametrize("payload", ["gradients", "gradients+weights"])
-def test_what_gossip_refuses_is_refused_before_the_start(payload):
-    with pytest.raises(ValueError, match="leave mode='overlap'"):
-        check(TrainConfig(options={"gossip": GossipConfig(payload=payload, mode="sync")}), 2)
-
-
-def test_what_is_compressed_is_checked_before_a_worker_starts():
-    with pytest.raises(ValueError, match=r"such as 'shared-mask:0.1'"):
-        GossipConfig(compress="a tenth")
-    with pytest.raises(ValueError, match=r"'shared-mask:0.1'"):
-        GossipConfig(compress="top-k:0.01")
+def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"cannot read GOSSIPGRAD_SECRET_FILE=.*missing"):
+        check(TrainConfig(), 2)
 
 
 def test_config_json_names_what_is_not_used(tmp_path):

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from gossipgrad import data
-from gossipgrad.train import MLP, TrainConfig, check
-from gossipgrad.train._device import check_device, find_device
-from gossipgrad.train._evaluate import TestPart
-from support.alone import begin_alone, train_alone
-from support.jobs import job_on
+from gossipgrad.train import RunFailedError, TrainConfig, check
+from gossipgrad.train._device import find_device
+from support.alone import run_alone
 
 TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8"}
 SRUN = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8"}
@@ -46,52 +43,35 @@ def test_ranks_of_a_machine_share_out_its_gpus(gpus, environ, found):
     assert find_device(TrainConfig(), rank=6, environ=environ).type == "cpu"
 
 
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused_before_the_start(gpus):
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused_before_the_start(gpus, tmp_path):
     gpus(0)
-    assert find_device(TrainConfig(device="auto"), rank=0).type == "cpu"
+    assert run_alone(tmp_path, device="auto", max_steps=1).exit_code == 0
     with pytest.raises(ValueError, match=r"torch finds no GPU .*; use --device cpu, or a build of"):
         check(TrainConfig(device="cuda"), 2)
 
 
-def test_a_gpu_that_is_not_used_is_told_once(gpus, capsys):
+def test_a_gpu_that_is_not_used_is_told(gpus, capsys):
     gpus(1)
-    check_device(TrainConfig())
-    assert capsys.readouterr().err == ("gossipgrad: a GPU is here and is not used: --device cuda\n")
+    check(TrainConfig(), 2)
+    assert "a GPU is here and is not used: --device cuda" in capsys.readouterr().err
     for config in (TrainConfig(quiet=True), TrainConfig(device="cuda"), TrainConfig(device="auto")):
-        check_device(config)
+        check(config, 2)
     gpus(0)
-    check_device(TrainConfig())
+    check(TrainConfig(), 2)
     assert capsys.readouterr().err == ""
 
 
-def test_threads_are_those_asked_for(tmp_path):
-    threads = []
-    config, run_dir = begin_alone(tmp_path, epochs=1, threads=2, batch_size=500)
-    train_alone(config, run_dir, emit=lambda event: threads.append(torch.get_num_threads()))
-    assert {*threads} == {2}
+def test_a_rank_trains_on_the_gpu_that_is_its_own(gpus, tmp_path, monkeypatch):
+    def choose(device):
+        raise OSError(f"here is no {device}")
 
-
-def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
-    """The meta device stands for one that is not the CPU: a tensor left behind is refused."""
-    seen = []
-
-    def forward(model, x):
-        seen.append((x.device.type, next(model.parameters()).device.type))
-        raise InterruptedError
-
-    monkeypatch.setattr(
-        "gossipgrad.train._setup.find_device", lambda config, rank: torch.device("meta")
-    )
-    monkeypatch.setattr(MLP, "forward", forward)
-    with pytest.raises(InterruptedError):
-        train_alone(*begin_alone(tmp_path))
-    test = TestPart(job_on(data.load("digits")), rank=0, world_size=1, device=torch.device("meta"))
-    with pytest.raises(InterruptedError):
-        test.accuracy(MLP(64, 10).to("meta"))
-    assert seen == [("meta", "meta")] * 2
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(RunFailedError, match="here is no cuda:1"):
+        run_alone(tmp_path, device="cuda")
 
 
 @pytest.mark.gpu
 def test_learns_on_a_gpu(tmp_path):
-    result = train_alone(*begin_alone(tmp_path, epochs=1, device="cuda"))
-    assert result.accuracy > 0.8
+    assert run_alone(tmp_path, epochs=1, device="cuda").summary["accuracy"] > 0.8

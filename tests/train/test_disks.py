@@ -1,153 +1,75 @@
-"""Whole runs of two ranks, as threads, whose disk is full or has damaged what was saved."""
+"""Runs whose disk is full, or has damaged what was saved."""
 
-import dataclasses
 import errno
 import json
 import os
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gossipgrad import checkpoint
-from gossipgrad.checkpoint import _save
-from gossipgrad.comm import Group
-from gossipgrad.train import TrainConfig, _state, config_of_run
-from gossipgrad.train._folder import RunDir, claim
-from gossipgrad.train._rank import train_rank
-from gossipgrad.train._state import reopen
-from gossipgrad.train._tasks import load_job
-from support.ranks import run_ranks
+from gossipgrad.train import RunFailedError, config_of_run, run
+from support.alone import resume_alone, run_alone
+from support.launched import config
 from support.waiting import HANG_SECONDS
-
-RANKS = 2
-OPTIONS = {"epochs": 2, "batch_size": 64, "trace": 0, "checkpoint_every": 4, "keep_checkpoints": 2}
-
-
-@pytest.fixture
-def play(tmp_path):
-    """Trains, or goes on; what each rank came to, or failed of, and what it told.
-
-    However slow the disk is, the checkpoint before is awaited, and none left out.
-    """
-    patience = pytest.MonkeyPatch()  # a test undoes what it has patched itself
-    patience.setattr(_state, "_WRITE_SECONDS", 50.0)
-    threads = torch.get_num_threads()
-
-    def trained(config):
-        told = [[] for _ in range(RANKS)]
-
-        def main(rank, group):
-            try:
-                return train_rank(
-                    config,
-                    load_job(config),
-                    RunDir(config.out),
-                    rank=rank,
-                    world_size=RANKS,
-                    stop=threading.Event(),
-                    emit=told[rank].append,
-                    groups=lambda name: Group(
-                        dist.PrefixStore(name, group.store),
-                        rank,
-                        RANKS,
-                        timeout_seconds=HANG_SECONDS,
-                    ),
-                )
-            except ValueError as error:
-                return str(error)
-
-        came_to = run_ranks(RANKS, main)
-        texts = [[one["text"] for one in own if one["event"] == "checkpoint"] for own in told]
-        return came_to, texts
-
-    def begin():
-        run_dir = claim(tmp_path / "run", name="", overwrite=True)
-        config = TrainConfig(**OPTIONS, run_name="it").resolved(nproc=RANKS, out=run_dir.path)
-        config.write(run_dir.config)
-        return trained(config)
-
-    def go_on(**options):
-        chosen, _ = reopen(dataclasses.replace(config_of_run(tmp_path / "run"), **options))
-        return trained(chosen.resolved(nproc=RANKS, out=tmp_path / "run"))
-
-    yield begin, go_on, RunDir(tmp_path / "run")
-    torch.set_num_threads(threads)
-    patience.undo()
 
 
 def full_disk(monkeypatch, steps):
-    """The disk takes no file of rank 1 at these steps."""
-    write = _save.write_whole
+    """The disk takes no checkpoint of these steps."""
+    fsync = os.fsync
 
-    def write_whole(path, content):
-        of_step = int(path.parent.name.removeprefix("step-"))
-        if path.name == "rank-0001.pt" and of_step in steps:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, content)
+    def full(file):
+        path = str(Path(f"/proc/self/fd/{file}").readlink())
+        if any(f"step-{step:09}" in path for step in steps):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        fsync(file)
 
-    monkeypatch.setattr(_save, "write_whole", write_whole)
+    monkeypatch.setattr(os, "fsync", full)
 
 
-def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(play, monkeypatch):
-    begin, go_on, run_dir = play
+def begin(out):
+    return run_alone(out, epochs=1, batch_size=64, checkpoint_every=4, keep_checkpoints=2).summary
+
+
+def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(
+    tmp_path, monkeypatch, capsys
+):
     full_disk(monkeypatch, range(12, 100))
-    results, texts = begin()
-    assert [(result.steps, result.epochs) for result in results] == [(24, 2)] * RANKS
-    assert texts[0] == []
-    (told,) = texts[1]
-    assert told.startswith("rank 1: a checkpoint could not be saved into")
+    summary = begin(tmp_path)
+    assert summary["steps"] == 23
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "could not be" in line]
     assert "No space left on device" in told
     assert "Training continues, and the previous checkpoint stays." in told
-    (note,) = [note for note in results[1].notes if "could not be saved" in note]
-    # Those of 12, 16, 20 and 24.
-    assert note.startswith("checkpoints that could not be saved: 4, the last one because of [Errno")
-    assert checkpoint.steps(run_dir.checkpoints) == [4, 8]
-    for rank in range(RANKS):
-        for step in (4, 8):
-            assert checkpoint.load(run_dir.checkpoints, rank=rank, step=step)["session"]
-    assert not list(run_dir.checkpoints.glob("step-*[12]*/rank-0001.pt"))
-
-    before = [load_file(run_dir.rank_model(rank)) for rank in range(RANKS)]
+    (note,) = summary["notes"]
+    # Those of 12, 16, 20 and 23.
+    assert "checkpoints that could not be saved: 4, the last one because of [Errno" in note
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 8]
+    before = load_file(tmp_path / "model.safetensors")
     monkeypatch.undo()
-    again, texts = go_on()
-    assert texts == [[], []]
-    assert [result.steps for result in again] == [24] * RANKS
-    for rank in range(RANKS):
-        for name, value in load_file(run_dir.rank_model(rank)).items():
-            assert torch.equal(value, before[rank][name]), "from step 8 on it is the same run"
+    assert resume_alone(tmp_path).summary["steps"] == 23
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(value, before[name]), "from step 8 on it is the same run"
 
 
-@pytest.mark.slow
-def test_a_disk_that_has_room_again_gets_the_next_checkpoint(play, monkeypatch):
-    begin, _, run_dir = play
+def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path, monkeypatch):
     full_disk(monkeypatch, range(8, 16))
-    results, texts = begin()
-    assert [result.steps for result in results] == [24] * RANKS
-    assert len(texts[1]) == 1
-    assert checkpoint.steps(run_dir.checkpoints) == [20, 24]
-    assert checkpoint.load(run_dir.checkpoints, rank=1)["loop"]["metrics"]["steps"] == 24
+    assert begin(tmp_path)["steps"] == 23
+    assert checkpoint.steps(tmp_path / "checkpoints") == [20, 23]
 
 
-def test_a_file_that_is_damaged_on_one_rank_is_named_on_all(play):
-    """Nobody waits for the rank that cannot read its own."""
-    begin, go_on, run_dir = play
-    begin()
-    newest = run_dir.checkpoints / "step-000000024" / "rank-0001.pt"
-    whole = bytearray(newest.read_bytes())
-    whole[-1] ^= 1
-    newest.write_bytes(whole)
-    failed, _ = go_on()
-    for why in failed:
-        assert why.startswith("the checkpoint of step 24 cannot be resumed: "), why
-        assert str(newest) in why
-    assert checkpoint.steps(run_dir.checkpoints) == [20, 24], "nothing was removed"
-    results, _ = go_on(resume_step=20)
-    assert [result.steps for result in results] == [24] * RANKS
+@pytest.mark.process
+def test_a_file_that_is_damaged_on_one_rank_is_named_and_ends_the_start_on_all(tmp_path):
+    run(config(tmp_path, nproc=2, epochs=1, batch_size=64, checkpoint_every=4, trace=0))
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    damaged = tmp_path / "checkpoints" / f"step-{newest:09}" / "rank-0001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(RunFailedError, match=rf"step {newest} cannot be resumed: .*{damaged}"):
+        run(config_of_run(tmp_path))
+    assert checkpoint.latest(tmp_path / "checkpoints") == newest, "nothing was removed"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The exported model loads strictly into a fresh one, whatever the layout of its weights."""
 
+import dataclasses
 import json
 import sys
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from gossipgrad.cli import main
 from gossipgrad.errors import EvictedError
-from support.alone import begin_alone, train_alone
+from gossipgrad.train import RunFailedError
+from support.alone import run_alone
+from support.jobs import name_job
 
 _JOBS = """
 import torch
@@ -88,25 +91,26 @@ def jobs(tmp_path, monkeypatch):
     ],
     ids=["tied, channels_last, buffers", "bfloat16", "complex", "parametrized"],
 )
-def test_the_model_loads_strictly_into_a_fresh_one(jobs, build, tmp_path):
-    config, run_dir = begin_alone(tmp_path / "run", epochs=1, trace=0)
+def test_the_model_loads_strictly_into_a_fresh_one(jobs, build, tmp_path, monkeypatch):
     trained, fresh = build(jobs), build(jobs)
-    train_alone(config, run_dir, job=jobs.job(trained))
-    fresh.load_state_dict(load_file(run_dir.rank_model(0)))
+    run_alone(tmp_path / "run", epochs=1, job=name_job(monkeypatch, lambda: jobs.job(trained)))
+    fresh.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     for name, value in trained.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value), name
 
 
-def test_what_an_evicted_rank_has_learned_is_saved(jobs, tmp_path):
-    config, run_dir = begin_alone(tmp_path / "run", epochs=1, trace=0)
-
-    def evict(event):
-        if event["event"] == "epoch":
+def test_what_an_evicted_rank_has_learned_is_saved(jobs, tmp_path, monkeypatch):
+    def evict(output, target):
+        if is_out := (tmp_path / "run" / "metrics-rank0.jsonl").exists():
             raise EvictedError("given up")
+        return torch.tensor([float(is_out)])
 
-    with pytest.raises(EvictedError, match=r"given up .*safetensors"):
-        train_alone(config, run_dir, job=jobs.job(jobs.Tied()), emit=evict)
-    (saved,) = run_dir.path.glob("evicted-rank0*.safetensors")
+    def make():
+        return dataclasses.replace(jobs.job(jobs.Tied()), metric=evict)
+
+    with pytest.raises(RunFailedError, match=r"given up .*evicted-rank0.*safetensors"):
+        run_alone(tmp_path / "run", epochs=1, job=name_job(monkeypatch, make))
+    (saved,) = tmp_path.glob("run/evicted-rank0*.safetensors")
     jobs.Tied().load_state_dict(load_file(saved))
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from gossipgrad.cli import main
 from gossipgrad.data import ShardedSampler
 from gossipgrad.train import Job, JobError, TrainConfig, check
-from gossipgrad.train._state import reopen
-from support.alone import begin_alone, train_alone
+from support.alone import resume_alone, run_alone
+from support.jobs import name_job
 from support.launched import count
 from support.waiting import HANG_SECONDS, until
 
@@ -171,6 +170,32 @@ def test_a_job_that_cannot_work_is_refused_before_anything_starts(
     assert not (project / "run").exists()
 
 
+@pytest.mark.process
+def test_every_position_of_a_text_counts_and_ranks_share_the_evaluation(project: Path):
+    """A model that repeats its input is right in three of seven positions."""
+    (project / "texts.py").write_text(_TEXTS)
+    assert main(["train", "--job", "texts:job", "--nproc", "3", "--epochs", "1", "--out", "a"]) == 0
+    assert summary(project / "a")["accuracy"] == pytest.approx(3 / 7)
+    assert [*summary(project / "a")["accuracy_per_rank"]] == pytest.approx([3 / 7] * 3)
+
+
+_TEXTS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from gossipgrad.train import Job, cross_entropy
+
+class Repeat(nn.Linear):
+    def forward(self, x):
+        return nn.functional.one_hot(x, 5).float() + 0 * self.weight.sum()
+
+def job():
+    x = torch.randint(5, (150, 7), generator=torch.Generator().manual_seed(0))
+    texts = TensorDataset(x, torch.where(torch.arange(7) < 3, x, (x + 1) % 5))
+    return Job(model=Repeat(1, 1), train=texts, test=texts, loss=cross_entropy)
+"""
+
+
 def _good() -> dict:
     data = TensorDataset(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
     return {
@@ -223,23 +248,10 @@ def _loaded() -> Job:
     )
 
 
-def test_options_that_a_loader_decides_are_told(tmp_path, monkeypatch):
-    (tmp_path / "loading.py").write_text(
-        "import torch\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n"
-        "from gossipgrad.train import Job\n"
-        "def job():\n"
-        "    points = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))\n"
-        "    return Job(\n"
-        "        model=torch.nn.Linear(4, 2),\n"
-        "        test=points,\n"
-        "        loss=torch.nn.functional.cross_entropy,\n"
-        "        train_loader=lambda rank, size: DataLoader(points, batch_size=4),\n"
-        "    )\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_options_that_a_loader_decides_are_told(monkeypatch):
+    config = TrainConfig(job=name_job(monkeypatch, _loaded), batch_size=64, data_threads=4)
     with pytest.warns(UserWarning, match="is not used") as warned:
-        check(TrainConfig(job="loading:job", batch_size=64, data_threads=4), 2)
+        check(config, 2)
     told = [str(one.message) for one in warned]
     assert any("batch_size=64 is not used" in one for one in told)
     assert any("data_threads=4 is not used" in one for one in told)
@@ -335,22 +347,16 @@ def test_a_job_can_end_processes_that_it_starts(project: Path):
     assert summary(project / "run")["accuracy"] == 1.0
 
 
-def test_a_job_with_its_own_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
-    options = {"epochs": 3, "trace": 0, "lr": 0.1}
-    whole = train_alone(*begin_alone(tmp_path / "whole", **options), job=_loaded())
-    assert (whole.steps, whole.samples) == (36, 360)
-    assert whole.accuracy > 0.8
-    config, run_dir = begin_alone(
-        tmp_path / "cut", checkpoint_every=5, keep_checkpoints=9, **options
-    )
-    train_alone(config, run_dir, job=_loaded())
-    config, run_dir = reopen(replace(config, resume=run_dir.path, resume_step=20))
-    resumed = train_alone(config.resolved(nproc=1, out=run_dir.path), run_dir, job=_loaded())
-    assert (resumed.steps, resumed.samples) == (36, 360)
-    models = [
-        load_file(tmp_path / name / "partial" / "model-rank0.safetensors")
-        for name in ("whole", "cut")
-    ]
+def test_a_job_with_its_own_loader_is_resumed_in_the_middle_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"epochs": 3, "lr": 0.1, "job": name_job(monkeypatch, _loaded)}
+    whole = run_alone(tmp_path / "whole", **options).summary
+    assert whole["steps"] == 36
+    assert whole["accuracy"] > 0.8
+    run_alone(tmp_path / "cut", checkpoint_every=5, keep_checkpoints=9, **options)
+    assert resume_alone(tmp_path / "cut", resume_step=20).summary["steps"] == 36
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
 
 

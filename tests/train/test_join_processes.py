@@ -1,16 +1,20 @@
 """Workers that join a run under way, in real processes."""
 
+import contextlib
+import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train import JoinConfig, join_run, run
-from support.joined_world import train_until_joined
+from gossipgrad import checkpoint
+from gossipgrad.train import GossipConfig, JoinConfig, TrainConfig, config_of_run, join_run, run
 from support.launched import (
     after_steps,
     config,
@@ -26,6 +30,116 @@ from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
 ENDLESS = 10_000
+SAMPLES = 48
+JOB = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from gossipgrad.train import Job, cross_entropy
+
+class Slow(torch.utils.data.Dataset):
+    '''Samples that take their time until somebody has joined.'''
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        if not Path("hurry").exists():
+            time.sleep(self.seconds)
+        return torch.full((4,), float(index % 3)), index % 3
+
+def job():
+    return Job(model=nn.Linear(4, 3), train=Slow(0.002), test=Slow(0.01), loss=cross_entropy)
+"""
+
+
+@pytest.fixture
+def slow_job(tmp_path, monkeypatch):
+    """Names a job that takes most of its time to evaluate."""
+    (tmp_path / "slow_job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "slow_job:job"
+
+
+@contextlib.contextmanager
+def joined_by_another(out, act, *, steps=8):
+    """Has this process join the run in the block, and make so many steps; then calls `act`."""
+    outcomes, threads = [], []
+
+    def join():
+        threads.append(
+            threading.Thread(
+                target=lambda: outcomes.append(join_run(JoinConfig(run=out, quiet=True)))
+            )
+        )
+        threads[-1].start()
+        until(lambda: count(out, 2) >= steps or not threads[-1].is_alive())
+        act()
+
+    with when((out / "invitation.json").exists, join):
+        yield outcomes
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+
+
+def metrics(out, rank):
+    """The steps that a rank has written."""
+    lines = map(json.loads, (out / f"metrics-rank{rank}.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "step"]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("stale", marks=pytest.mark.slow)])
+def test_a_run_that_had_grown_stops_as_one_is_resumed_from_all_and_grows_again(slow_job, mode):
+    out = Path("run")
+    gossip = GossipConfig(mode=mode, topology="matching")
+    options = {"job": slow_job, "batch_size": 4, "epochs": ENDLESS, "checkpoint_every": 1000}
+    options |= {"nproc": 2, "trace": 0, "options": {"gossip": gossip}}
+
+    def stop():
+        until(lambda: count(out, 2, "epoch") > 1)
+        press_ctrl_c()
+
+    with joined_by_another(out, stop) as joined:
+        before = run(config(out, **options)).summary
+    assert before["interrupted"]
+    assert before["model_is_consensus"]
+    assert before["lost_ranks"] == []
+    assert not [note for note in before["notes"] if "no consensus" in note]
+    assert [(one["rank"], one["end"]) for one in before["joined"]] == [(2, "finished")]
+    assert before["joined"][0]["from_rank"] in (0, 1)
+    assert joined[0].summary == before
+    assert not joined[0].left
+    last = checkpoint.steps(out / "checkpoints")[-1]
+    assert checkpoint.find(out / "checkpoints", step=last).members == (0, 1, 2)
+    if mode == "stale":
+        return
+    with joined_by_another(out, stop) as joined:
+        after = run(config_of_run(out)).summary
+    assert any("was saved by 3 ranks, and 2 went on" in note for note in after["notes"])
+    assert after["model_is_consensus"]
+    assert [one["rank"] for one in after["joined"]] == [2]
+    assert min(after["steps_per_rank"][:2]) > before["steps_per_rank"][0]
+    assert metrics(out, 2)[0]["step"] > last
+    assert (out / "former" / "metrics-rank2.jsonl").exists(), "of the one that was not resumed"
+    assert checkpoint.steps(out / "checkpoints")[-1] > last
+
+
+def test_one_that_joins_comes_to_the_end_of_the_run_with_the_others(slow_job):
+    out = Path("run")
+    with joined_by_another(out, Path("hurry").touch, steps=1) as joined:
+        outcome = run(config(out, job=slow_job, nproc=2, epochs=12, batch_size=4, trace=0))
+    assert joined[0].summary == outcome.summary
+    assert outcome.summary["model_is_consensus"]
+    assert not outcome.summary["interrupted"]
+    assert [one["end"] for one in outcome.summary["joined"]] == ["finished"]
+    assert sum(metrics(out, rank)[-1]["samples"] for rank in range(3)) == 12 * SAMPLES
+    assert metrics(out, 2)[-1]["epoch"] == 11
 
 
 def start_join(folder):
@@ -114,6 +228,22 @@ def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path
     assert {one["end"] for one in summary["joined"]} == {"finished"}
     with pytest.raises(ValueError, match="is not training"):
         join_run(JoinConfig(run=tmp_path))
+
+
+def train_until_joined(rank, store, environs, out):
+    """Trains in a world until somebody has joined; the exit code, and the summary if it has one."""
+    # Blocked in a fork server that a launch of workers has started, and so in what it forks.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
+
+    def tell():
+        until(lambda: count(Path(out), 2) > 8)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=tell, daemon=True).start()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        outcome = run(TrainConfig(epochs=10_000, log_every=1, trace=0, out=Path(out)))
+    return outcome.exit_code, outcome.summary
 
 
 @pytest.mark.slow

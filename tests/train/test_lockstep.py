@@ -1,32 +1,45 @@
+"""Replicas whose gradients are averaged in every step have statistics of their own samples."""
+
+import json
+
 import pytest
+from safetensors.torch import load_file
 
-from support.lockstep_rank import STEPS, evaluated, started, statistics, stopped
-from support.processes import one_by_one, run_processes
+from gossipgrad.cli import main
+from gossipgrad.train import TrainConfig, load_job
 
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from gossipgrad.train import Job, cross_entropy
 
-@pytest.mark.process
-def test_each_rank_trains_with_statistics_of_its_own_samples_and_exports_their_mean():
-    names, kept = ("allreduce", "sparse", "local"), ("allreduce", "sparse")
-    calls = [(evaluated, name) for name in kept], [(statistics, names), (started, kept)]
-    begun = []
-    for rank, found in enumerate(run_processes(2, one_by_one, *calls[0], *calls[1])):
-        *exports, trained, start = found
-        for told, exported, shown, own in exports:
-            assert told == exported == 1.0
-            assert shown == 5.0
-            assert own == 10.0 * rank
-        own = 10.0 * (rank + 1) * (1 - 0.5**STEPS)
-        assert trained == {name: (pytest.approx(own), STEPS) for name in names}
-        begun.append(start)
-    assert begun[0] == begun[1], "all start as rank 0, whatever their seeds"
+def job():
+    x = torch.linspace(0, 20, 40).reshape(40, 1)
+    points = TensorDataset(x, (x.flatten() > 10).long())
+    model = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 2))
+    return Job(model=model, train=points, test=points, loss=cross_entropy)
+"""
 
 
 @pytest.mark.process
-def test_all_stop_before_the_same_step_though_one_alone_has_the_signal():
-    names = {"allreduce": 2, "sparse": 0}
-    calls = [(stopped, name, first) for name, first in names.items()]
-    for first, *others in zip(*run_processes(3, one_by_one, *calls), strict=True):
-        steps, is_consensus, _ = first
-        assert 2 <= steps <= 10
-        assert is_consensus
-        assert all(one == first for one in others)
+@pytest.mark.parametrize("strategy", ["allreduce", "sparse"])
+def test_what_is_exported_has_the_mean_of_all_statistics_and_is_what_was_measured(
+    tmp_path, monkeypatch, strategy
+):
+    (tmp_path / "statistics_job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # By label the samples of rank 0 are around 5, and those of rank 1 around 15.
+    how = ["--strategy", strategy, "--shuffle", "local", "--shards", "by-label", "--quiet"]
+    how += ["--nproc", "2", "--epochs", "5", "--batch-size", "20", "--out", "run"]
+    assert main(["train", "--job", "statistics_job:job", *how]) == 0
+    exported = load_file("run/model.safetensors")
+    steps = 5
+    assert exported["0.num_batches_tracked"] == steps
+    assert exported["0.running_mean"].item() == pytest.approx(10 * (1 - 0.5**steps), rel=1e-3)
+    job = load_job(TrainConfig(job="statistics_job:job"))
+    job.model.load_state_dict(exported)
+    x, y = job.test.tensors
+    right = (job.model.eval()(x).argmax(-1) == y).float().mean()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"] == right

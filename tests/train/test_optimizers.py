@@ -1,103 +1,88 @@
+"""The optimizers that options name: what they train, and with which rates."""
+
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.utils.data import TensorDataset
 
-from gossipgrad.train import MLP, LeNet, TrainConfig, check
-from gossipgrad.train._optimizers import (
-    make_optimizers,
-    make_schedulers,
-    muon_parameters,
-    muon_share,
-    notes_on_muon,
-)
+from gossipgrad import checkpoint
+from gossipgrad.train import Job, TrainConfig, check
+from support.alone import run_alone
+from support.jobs import name_job
 
 
-def made(tmp_path, model, **options):
-    config = TrainConfig(**options).resolved(nproc=4, out=tmp_path)
-    return config, make_optimizers(config, model)
+def first_step(out, **options):
+    """The summary, and the groups of each optimizer after a step."""
+    summary = run_alone(out, max_steps=1, checkpoint_every=1, **options).summary
+    saved = checkpoint.load(out / "checkpoints", rank=0, step=1)["optimizers"]
+    return summary, [group for one in saved for group in one["groups"]]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.fixture
+def job(monkeypatch):
+    """Makes the job of a model, by its name."""
+
+    def of(model):
+        points = TensorDataset(torch.ones(8, 2, dtype=torch.long), torch.zeros(8, dtype=torch.long))
+        made = Job(model=model, train=points, test=points, loss=nn.functional.cross_entropy)
+        return name_job(monkeypatch, lambda: made)
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "gossip-adamw"])
 def test_options_take_effect(tmp_path, name):
-    options = {"optimizer": name, "lr": 0.25, "weight_decay": 0.125}
-    options["options"] = {"sgd": {"momentum": 0.5}}
-    _, (optimizer,) = made(tmp_path, MLP(2, 2), **options)
-    (group,) = optimizer.param_groups
-    assert len(group["params"]) == 6
+    options = {"optimizer": name, "lr": 0.25, "lr_schedule": "constant", "weight_decay": 0.125}
+    options["options"] = {"sgd": {"momentum": 0.5}} if name == "sgd" else {}
+    _, (group,) = first_step(tmp_path, **options)
     assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
     assert group.get("momentum", 0.5) == 0.5
 
 
 def test_muon_and_adamw_share_the_parameters_and_the_rate(tmp_path):
-    model = LeNet(10)
-    options = {"optimizer": "muon", "lr": 0.25, "lr_rule": "sqrt", "weight_decay": 0.125}
-    _, (muon, adamw) = made(tmp_path, model, **options)
-    assert isinstance(muon, Muon)
-    assert isinstance(adamw, AdamW)
-    shapes = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
-    assert shapes == [(120, 400), (84, 120)]  # not the convolutions, not the head
-    together = [p for o in (muon, adamw) for p in o.param_groups[0]["params"]]
-    assert len(together) == len({id(p) for p in together}) == len(list(model.parameters()))
-    for optimizer in (muon, adamw):
-        (group,) = optimizer.param_groups
-        assert (group["lr"], group["weight_decay"]) == (0.5, 0.125)
-    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    options = {"optimizer": "muon", "lr": 0.25, "lr_schedule": "constant", "weight_decay": 0.125}
+    summary, groups = first_step(tmp_path, **options)
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.25, 0.125)] * 2
+    # Two hidden layers of 128, without biases and the head.
+    (note,) = summary["notes"]
+    assert f"Muon trains {128 * 64 + 128 * 128:,} of 26,122 parameters" in note
 
 
-def test_embeddings_are_not_for_muon_even_where_a_layer_shares_them():
-    model = nn.ModuleDict({"table": nn.Embedding(7, 4), "tied": nn.Linear(4, 7, bias=False)})
-    model["tied"].weight = model["table"].weight
-    model["hidden"] = nn.Linear(4, 5)
-    model["head"] = nn.Linear(5, 5)
-    assert muon_parameters(model) == [model["hidden"].weight]
+class Tied(nn.Module):
+    """An embedding that a layer shares, a hidden layer, and a head that it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.tied = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.tied.weight = self.table.weight
+        self.hidden, self.last = nn.Linear(7, 70), nn.Linear(70, 10)
+        self.head_modules = (self.last,)
+
+    def forward(self, x):
+        return self.last(self.hidden(self.tied(self.table(x).mean(1))))
 
 
-def shapes_for_muon(model):
-    return [tuple(parameter.shape) for parameter in muon_parameters(model)]
+def test_embeddings_and_heads_are_not_for_muon_even_where_a_layer_shares_them(tmp_path, job):
+    summary, _ = first_step(tmp_path, optimizer="muon", job=job(Tied()))
+    assert any(f"Muon trains {7 * 70:,} of " in note for note in summary["notes"])
 
 
-def test_heads_are_what_the_model_says_whatever_their_size():
-    assert shapes_for_muon(MLP(64, 128)) == [(128, 64), (128, 128)]
-    assert shapes_for_muon(LeNet(84)) == [(120, 400), (84, 120)]
-
-
-def test_says_what_muon_trains_and_what_is_left_to_adamw(tmp_path):
-    _, optimizers = made(tmp_path, LeNet(10), optimizer="muon")
-    assert muon_share(optimizers) == (58080, 61706)
-    assert notes_on_muon(optimizers) == [
-        "Muon trains 58,080 of 61,706 parameters, and AdamW the others"
-    ]
-    assert notes_on_muon(made(tmp_path, LeNet(10))[1]) == []
-
-
-def test_muon_with_almost_nothing_to_do_warns(monkeypatch):
-    def build(name, info):
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 2, bias=False), nn.Embedding(99, 99), nn.Linear(2, 10)
-        )
-
-    monkeypatch.setattr("gossipgrad.train._tasks.build_model", build)
-    warned = r"of the 9,959 parameters of the model Muon trains 128, .* Use --optimizer adamw"
-    with pytest.warns(UserWarning, match=warned):
-        check(TrainConfig(optimizer="muon"), 2)
-
-
-def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypatch):
-    headed = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.LazyLinear(10))
-    headed(torch.ones(2, 1, 8, 8))
-    monkeypatch.setattr("gossipgrad.train._tasks.build_model", lambda name, info: headed)
+def test_muon_with_almost_nothing_to_do_warns_and_with_nothing_is_refused(job):
+    embedding, head = nn.Embedding(99, 99), nn.Linear(3, 10)
+    small = nn.Sequential(embedding, nn.Flatten(), nn.Linear(198, 3), head)
+    with pytest.warns(UserWarning, match=r"Muon trains 594, .* Use --optimizer adamw"):
+        check(TrainConfig(optimizer="muon", job=job(small)), 2)
+    none = nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(6, 10))
     with pytest.raises(ValueError, match=r"muon, but the model has no .*; use optimizer adamw"):
-        check(TrainConfig(optimizer="muon"), 2)
+        check(TrainConfig(optimizer="muon", job=job(none)), 2)
 
 
-def test_every_optimizer_follows_the_schedule(tmp_path):
-    config, optimizers = made(tmp_path, MLP(2, 2), optimizer="muon", lr=2.0, epochs=2)
-    schedulers = make_schedulers(config, optimizers, steps_per_epoch=2)
-    found = []
-    for _ in range(4):
-        found.append([o.param_groups[0]["lr"] for o in optimizers])
-        for step in (*optimizers, *schedulers):
-            step.step()
-    for rates in zip(*found, strict=True):
-        assert rates == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "soap"])
+def test_every_optimizer_follows_the_schedule(tmp_path, optimizer):
+    """After half of the steps of a cosine half of the rate is left, after all of them nothing."""
+    options = {"optimizer": optimizer, "lr": 0.02, "epochs": 2, "batch_size": 100}
+    run_alone(tmp_path, checkpoint_every=15, **options)
+    for step, left in ((15, 0.01), (30, 0.0)):
+        saved = checkpoint.load(tmp_path / "checkpoints", rank=0, step=step)["optimizers"]
+        rates = [group["lr"] for one in saved for group in one["groups"]]
+        assert rates == pytest.approx([left] * len(rates))

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from gossipgrad import cli
-from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, check, config_of_run
-from gossipgrad.train._folder import claim
-from gossipgrad.train._state import reopen
 from gossipgrad.train.strategies import Strategy
-from gossipgrad.train.strategies._local import Local
-from support.alone import train_alone
+from support.alone import resume_alone, run_alone
+from support.commands import given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +25,8 @@ class ToyConfig:
     """Whether it tells of itself."""
 
 
-class Decaying(Local):
-    """Multiplies the weights of a replica by a number every so many steps."""
-
-    def __init__(self, model, options):
-        super().__init__(model)
-        self._options, self._begun = options, 0
-        self.notes += ["it decays"] * options.is_loud
-
-    def forward(self, x):
-        self._begun += 1
-        if self._begun % self._options.every == 0:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.mul_(self._options.decay)
-        return super().forward(x)
-
-
 class Toy(Strategy):
-    """Replicas that decay, by an optimizer that comes along."""
+    """Replicas of strategy local that decay, with an optimizer of its own."""
 
     name, help, bytes_are = "toy", "decays weights", "none"
     section, options_type = "toy", ToyConfig
@@ -65,7 +45,16 @@ class Toy(Strategy):
 
     def build(self, replica, setting, options):
         assert isinstance(replica.optimizers[0], torch.optim.Adagrad)
-        return Decaying(replica.model, options)
+
+        @torch.no_grad()
+        def decay(model, inputs):
+            for parameter in model.parameters() if model.training else ():
+                parameter.mul_(options.decay)
+
+        replica.model.register_forward_pre_hook(decay)
+        running = STRATEGIES["local"].build(replica, setting, None)
+        running.notes += ["it decays"] * options.is_loud
+        return running
 
 
 @pytest.fixture(autouse=True)
@@ -73,41 +62,28 @@ def registered(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "toy", Toy())
 
 
-@pytest.fixture
-def train(tmp_path):
-    """Trains one rank as a command line says, in this process, or resumes it."""
-
-    def train(*arguments, resumes=False):
-        if resumes:
-            config, run_dir = reopen(parse(["--resume", str(tmp_path / "run"), *arguments]))
-        else:
-            run_dir = claim(tmp_path / "run", name="", overwrite=True)
-            chosen = ["--strategy", "toy", "--checkpoint-every", "10", "--lr-schedule", "constant"]
-            config = parse([*chosen, *arguments, "--run-name", "it"])
-        config = config.resolved(nproc=1, out=run_dir.path)
-        config.write(run_dir.config)
-        return train_alone(config, run_dir)
-
-    return train
+def train(out, **options):
+    usual = {"strategy": "toy", "checkpoint_every": 10, "lr_schedule": "constant", "epochs": 2}
+    return run_alone(out, **usual, options={"toy": options}).summary
 
 
 def test_options_of_one_name_stand_side_by_side(capsys):
-    config = parse(["--toy.every", "3", "--gossip.every=2", "--decay", "0.25", "--is-loud"])
+    config = given("--toy.every", "3", "--gossip.every=2", "--decay", "0.25", "--is-loud")
     assert config.options["toy"] == ToyConfig(every=3, decay=0.25, is_loud=True)
     assert config.options["gossip"] == GossipConfig(every=2)
-    assert parse(["--no-is-loud"]).options["toy"] == ToyConfig()
+    assert given("--no-is-loud").options["toy"] == ToyConfig()
     with pytest.raises(SystemExit):
         cli.main(["train", "--help-all"])
     assert "--toy.decay FLOAT" in capsys.readouterr().out
 
 
-def test_a_short_spelling_that_is_of_two_strategies_is_the_chosen_ones_or_refused():
-    assert parse(["--every", "3"]).options["gossip"] == GossipConfig(every=3)
-    assert parse(["--every=3", "--strategy=toy"]).options["toy"] == ToyConfig(every=3)
-    with pytest.raises(ValueError, match=r"--gossip\.every or --toy\.every"):
-        parse(["--every", "3", "--strategy", "local"])
-    with pytest.raises(ValueError, match=r"^--toy\.every is not for --join"):
-        parse_join(["--join", "run", "--toy.every=3"])
+def test_a_short_spelling_that_is_of_two_strategies_is_the_chosen_ones_or_refused(capsys):
+    assert given("--every", "3").options["gossip"] == GossipConfig(every=3)
+    assert given("--every=3", "--strategy=toy").options["toy"] == ToyConfig(every=3)
+    assert given("--every", "3", "--strategy", "local") is None
+    assert "--gossip.every or --toy.every" in capsys.readouterr().err
+    assert given("--join", "run", "--toy.every=3") is None
+    assert "--toy.every is not for --join" in capsys.readouterr().err
 
 
 def test_it_is_checked_before_the_start():
@@ -123,14 +99,15 @@ def test_it_is_checked_before_the_start():
         TrainConfig(strategy="toy", options={"toy": ToyConfig(every=3)}).warn_of_unused()
 
 
-def test_it_trains_and_goes_on_with_what_may_change(train, tmp_path):
-    assert train("--epochs", "2", "--decay", "0").accuracy < 0.3
-    found = train("--epochs", "2", "--decay", "1")
-    assert found.accuracy > 0.8
-    assert "it decays" not in found.notes
+def test_it_trains_and_is_resumed_with_what_may_change(tmp_path):
+    assert train(tmp_path, decay=0.0)["accuracy"] < 0.3
+    found = train(tmp_path, decay=1.0)
+    assert found["accuracy"] > 0.8
+    assert found["notes"] == []
     with pytest.raises(ValueError, match=r"toy\.decay is 0\.9, but the run in .* has toy\.decay=1"):
-        train("--decay", "0.9", resumes=True)
-    assert config_of_run(tmp_path / "run").options["toy"] == ToyConfig(decay=1.0)
-    resumed = train("--is-loud", "--epochs", "3", resumes=True)
-    assert resumed.steps == 3 * found.steps // 2
-    assert "it decays" in resumed.notes
+        resume_alone(tmp_path, options={"toy": ToyConfig(decay=0.9)})
+    assert config_of_run(tmp_path).options["toy"] == ToyConfig(decay=1.0)
+    loud = {"toy": ToyConfig(decay=1.0, is_loud=True)}
+    resumed = resume_alone(tmp_path, epochs=3, options=loud).summary
+    assert resumed["steps"] == 3 * found["steps"] // 2
+    assert "rank 0: it decays" in resumed["notes"]

@@ -1,7 +1,8 @@
+"""One rank from its start to its end: what it learns, counts, writes, and what ends it."""
+
 import errno
 import json
 import os
-import threading
 
 import pytest
 import torch
@@ -9,164 +10,104 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gossipgrad import data
-from gossipgrad.errors import GossipError
-from gossipgrad.train import build_model
-from gossipgrad.train._folder import RunDir
-from support.alone import begin_alone, train_alone
+from gossipgrad.train import RunFailedError, build_model
+from support.alone import each_step, events, run_alone, stopping_after
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
-
-
-@pytest.fixture
-def train(digits, tmp_path):
-    """Train one rank alone, in this process."""
-
-    def train(*, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options):
-        config, run_dir = begin_alone(tmp_path / name, **options)
-        how = {"dataset": dataset, "rank": rank, "stop": stop, "emit": emit}
-        return train_alone(config, run_dir, **how), run_dir
-
-    return train
-
-
-def test_learns_digits_and_leaves_the_model_it_measured(train, digits):
-    result, run_dir = train(epochs=5)
-    assert result.accuracy > 0.93
+def test_learns_digits_and_leaves_the_model_it_measured(tmp_path):
+    summary = run_alone(tmp_path / "run", epochs=5).summary
+    assert summary["accuracy"] > 0.93
+    digits = data.load("digits")
     model = build_model("mlp", digits.info)
-    model.load_state_dict(load_file(run_dir.rank_model(0)))
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     correct = (model(digits.test.x).argmax(1) == digits.test.y).float().mean()
-    assert result.accuracy == pytest.approx(float(correct))
+    assert summary["accuracy"] == pytest.approx(float(correct))
 
 
-def test_counts_what_it_did(train):
-    result, _ = train(epochs=2, batch_size=100)
-    assert (result.steps, result.samples, result.epochs) == (30, 2 * 1437, 2)
-    assert 0 < result.train_seconds < result.seconds
-    assert not result.stopped
+def test_counts_what_it_did_with_a_line_for_every_tenth_step_and_epoch(tmp_path):
+    summary = run_alone(tmp_path / "run", epochs=2, batch_size=100, log_every=10).summary
+    assert (summary["steps"], summary["epochs"], summary["interrupted"]) == (30, 2, False)
+    assert 0 < 30 * summary["step_seconds"] < summary["seconds"]
+    steps, epochs = (events(tmp_path / "run", kind) for kind in ("step", "epoch"))
+    assert [event["step"] for event in steps] == [10, 20, 30]
+    assert [event["step"] for event in epochs] == [15, 30]
+    assert [event["samples"] for event in steps] == [1000, 1937, 2874]
+    assert epochs[-1]["accuracy"] == summary["accuracy"]
+    assert {"loss", "seconds", "step_seconds", "bytes_sent", "outcomes"} <= steps[0].keys()
 
 
-def test_metrics_have_a_line_for_every_tenth_step_and_epoch(train):
-    result, run_dir = train(epochs=2, batch_size=100, log_every=10)
-    events = [json.loads(line) for line in run_dir.metrics(0).read_text().splitlines()]
-    assert [(event["event"], event["step"]) for event in events] == [
-        ("step", 10),
-        ("epoch", 15),
-        ("step", 20),
-        ("step", 30),
-        ("epoch", 30),
-    ]
-    assert set(events[0]) == {
-        "event",
-        "step",
-        "epoch",
-        "seconds",
-        "loss",
-        "samples",
-        "consensus_distance_estimate",
-        "exposed_seconds",
-        "train_seconds",
-        "step_seconds",
-        "bytes_sent",
-        "outcomes",
-    }
-    assert set(events[-1]) == {
-        "event",
-        "epoch",
-        "step",
-        "seconds",
-        "accuracy",
-        "metric_name",
-        "metric_format",
-        "loss",
-        "consensus_distance",
-        "samples_per_second",
-    }
-    assert events[-1]["accuracy"] == result.accuracy
-    assert events[0]["samples"] == 1000
+def test_repeats_bit_for_bit_by_seed(tmp_path):
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        run_alone(tmp_path / name, epochs=1, seed=seed)
+    first, again, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "other")
+    )
+    assert first == again != other
 
 
-def test_repeats_bit_for_bit_by_seed(train):
-    runs = [train(epochs=1, name=str(number), seed=seed) for number, seed in enumerate((0, 0, 1))]
-    first, again, other = [run_dir.rank_model(0).read_bytes() for _, run_dir in runs]
-    assert first == again
-    assert first != other
+def test_ctrl_c_ends_at_the_next_step_and_keeps_the_model(tmp_path):
+    with stopping_after(100):
+        outcome = run_alone(tmp_path / "run", epochs=50)
+    assert outcome.exit_code == 130
+    assert outcome.summary["interrupted"]
+    assert 100 <= outcome.summary["steps"] < 4500
+    assert load_file(tmp_path / "run" / "model.safetensors")
 
 
-def test_each_rank_draws_masks_of_its_own(train):
-    draws = []
-    for rank in range(2):
-        train(epochs=1, rank=rank)
-        draws.append(torch.rand(1))
-    assert draws[0] != draws[1]
+@pytest.mark.parametrize("steps", [3, 0])
+def test_trace_has_the_steps_asked_for(tmp_path, steps):
+    run_alone(tmp_path / "run", epochs=1, trace=steps)
+    trace = tmp_path / "run" / "trace.json"
+    assert trace.exists() == bool(steps)
+    if steps:
+        spans = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+        forward = [one["args"]["step"] for one in spans if one["name"] == "forward"]
+        assert forward == [6, 7, 8]
+        assert {one["name"] for one in spans} == {"data", "forward", "backward", "optimizer"}
 
 
-def test_stop_ends_at_the_next_step_and_keeps_the_model(train):
-    stop = threading.Event()
-
-    def stop_after_first_epoch(event):
-        if event["event"] == "epoch":
-            stop.set()
-
-    result, run_dir = train(epochs=50, stop=stop, emit=stop_after_first_epoch)
-    events = [json.loads(line) for line in run_dir.metrics(0).read_text().splitlines()]
-    assert [event["epoch"] for event in events if event["event"] == "epoch"] == [0]
-    assert result.stopped
-    assert result.epochs == 1
-    assert result.steps == 90
-    assert run_dir.rank_model(0).exists()
+def test_loss_that_is_not_finite_ends_the_run(tmp_path):
+    with pytest.raises(RunFailedError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
+        run_alone(tmp_path / "run", epochs=2, lr=1e20)
 
 
-def test_trace_has_the_steps_asked_for(train):
-    _, run_dir = train(epochs=1, trace=3)
-    lines = [json.loads(line) for line in run_dir.rank_trace(0).read_text().splitlines()[1:]]
-    forward = [line["attributes"]["step"] for line in lines if line["name"] == "forward"]
-    assert forward == [6, 7, 8]
-    assert {line["name"] for line in lines} == {"data", "forward", "backward", "optimizer"}
+def test_threads_are_those_asked_for(tmp_path):
+    threads = []
+    with each_step(lambda step: threads.append(torch.get_num_threads())):
+        run_alone(tmp_path / "run", epochs=1, threads=2, batch_size=500)
+    assert {*threads} == {2}
 
 
-def test_no_trace_when_none_is_asked_for(train):
-    _, run_dir = train(epochs=1, trace=0)
-    assert not run_dir.rank_trace(0).exists()
-
-
-def test_loss_that_is_not_finite_ends_the_run(train):
-    with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
-        train(epochs=2, lr=1e20)
-
-
-def test_the_space_of_the_model_is_taken_at_the_start(train, tmp_path):
+def test_the_space_of_the_model_is_taken_at_the_start(tmp_path):
     taken = []
 
-    def look(event):
-        if event["event"] == "ready":
-            taken.append(512 * RunDir(tmp_path / "run").rank_model(0).stat().st_blocks)
+    def look(step):
+        (file,) = (tmp_path / "run" / "partial").glob("model-*")
+        taken.append(512 * file.stat().st_blocks)
 
-    result, run_dir = train(epochs=1, emit=look)
-    assert taken[0] >= run_dir.rank_model(0).stat().st_size > result.gradient_bytes
+    with each_step(look):
+        run_alone(tmp_path / "run", epochs=1, batch_size=500)
+    size = (tmp_path / "run" / "model.safetensors").stat().st_size
+    assert min(taken) >= size > 26_122 * 4
 
 
 @pytest.mark.parametrize("every", [None, 7])
-def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(train, tmp_path, every, monkeypatch):
-    run_dir = RunDir(tmp_path / "run")
-
-    def full(tensors, path, metadata):
+def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(tmp_path, every, monkeypatch):
+    def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("gossipgrad.checkpoint._model.save_file", full)
-    way_out = rf"--resume {run_dir.path}$" if every else "no checkpoint"
-    with pytest.raises(GossipError, match=rf"^no space in .*{way_out}"):
-        train(epochs=1, checkpoint_every=every)
-    assert run_dir.holds_checkpoints == bool(every)
+    monkeypatch.setattr("safetensors.torch.serialize_file", full)
+    way_out = rf"--resume {tmp_path}/run " if every else "no checkpoint"
+    with pytest.raises(RunFailedError, match=rf"no space in .*{way_out}"):
+        run_alone(tmp_path / "run", epochs=1, checkpoint_every=every)
+    assert any((tmp_path / "run").glob("checkpoints/step-*")) == bool(every)
 
 
-def test_no_space_for_the_model_is_told_before_a_step(train, tmp_path, monkeypatch):
+def test_no_space_for_the_model_is_told_before_a_step(tmp_path, monkeypatch):
     def fallocate(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    with pytest.raises(GossipError, match="no space in"):
-        train(epochs=1)
+    with pytest.raises(RunFailedError, match="no space in"):
+        run_alone(tmp_path / "run", epochs=1)
     assert not (tmp_path / "run" / "metrics-rank0.jsonl").read_text()
