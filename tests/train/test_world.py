@@ -170,13 +170,15 @@ def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path):
     assert all("not the same folder" in end for end in ends)
 
 
-def test_a_rank_that_does_not_come_ends_the_start_and_is_named(tmp_path, monkeypatch):
+def test_a_rank_that_does_not_come_is_named_and_then_ends_the_start(tmp_path, monkeypatch, caplog):
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(RunFailedError, match=r"1, 2.* start again"):
         run(TrainConfig(out=tmp_path, quiet=True, start_seconds=0.1))
     assert not (tmp_path / "partial").exists(), "the folder is free"
+    (told,) = caplog.messages
+    assert "1, 2" in told, "before the end"
 
 
 @pytest.mark.process

@@ -1,5 +1,6 @@
 """Shared parts of integrations: open, save, load and close a session."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ def path_of(folder: str | Path, rank: int, world_size: int) -> Path:
 
 
 def save_state(session: Session, folder: str | Path) -> None:
-    """Write this rank's `session.state_dict()` atomically."""
+    """Write this rank's `session.state_dict()` atomically, and wait until it is on the disk."""
     path = path_of(folder, session.rank, session.world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    torch.save(session.state_dict(copy=False), part)
+    with part.open("wb") as file:
+        torch.save(session.state_dict(copy=False), file)
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
 
 

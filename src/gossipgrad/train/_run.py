@@ -57,7 +57,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     if (world := find_world(os.environ, nproc=config.nproc)) is not None:
         return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or DEFAULT_NPROC
-    check(config, nproc)
+    check(config, nproc, is_launcher=True)
     with ExitStack() as held:
 
         def hold(run_dir: RunDir) -> None:

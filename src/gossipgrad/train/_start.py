@@ -1,6 +1,8 @@
 """The start of a run: all ranks wait for each other, and one that is missing ends it."""
 
 import json
+import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,12 +16,15 @@ from gossipgrad.errors import GossipError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 # Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
 # For ranks that have arrived, and may fetch a data set.
 _LOADING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 _SEEN_SECONDS = 10.0
+_NAMED_SECONDS = 15.0
 
 
 class StartFailedError(GossipError):
@@ -37,8 +42,12 @@ class Start:
         self.ask(lambda store: (store.set(f"{where}{self._rank}", ""), store.add(where, 1)))
 
     def await_all(self, where: str, seconds: float = _LOADING_SECONDS) -> None:
-        """Wait until all ranks have come so far, for `seconds` from the last that has."""
+        """Wait until all ranks have come so far, for `seconds` from the last that has.
+
+        After some seconds the lowest of those that wait names the ones that are missing.
+        """
         count, deadline = 0, time.monotonic() + seconds
+        name_at = time.monotonic() + min(_NAMED_SECONDS, seconds / 2)
         while True:
             self.check()
             if (now := self.ask(lambda store: store.add(where, 0))) >= self._world_size:
@@ -51,7 +60,18 @@ class Start:
                     f"rank {self._rank} waited {seconds:g} s for these ranks to be {where}: "
                     f"{missing}. Look there for what went wrong, and start again."
                 )
+            if time.monotonic() > name_at:
+                name_at = math.inf
+                self._name_missing(where, seconds)
             time.sleep(_POLL_SECONDS)
+
+    def _name_missing(self, where: str, seconds: float) -> None:
+        missing = self._missing(where)
+        if missing and self._rank == min(set(range(self._world_size)) - {*missing}):
+            logger.warning(
+                "waiting for these ranks to be %s: %s (for %g s from the last that comes)",
+                *(where, ", ".join(map(str, missing)), seconds),
+            )
 
     def _missing(self, where: str) -> list[int]:
         ranks = range(self._world_size)
