@@ -170,7 +170,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path):
     assert all("not the same folder" in end for end in ends)
 
 
-def test_a_rank_that_does_not_come_is_named_and_then_ends_the_start(tmp_path, monkeypatch, caplog):
+def test_a_rank_that_does_not_come_ends_the_start_and_is_named(tmp_path, monkeypatch, caplog):
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
