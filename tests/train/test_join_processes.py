@@ -121,7 +121,7 @@ def test_a_run_that_had_grown_stops_as_one_is_resumed_from_all_and_grows_again(s
         return
     with joined_by_another(out, stop) as joined:
         after = run(config_of_run(out)).summary
-    assert any("was saved by 3 ranks, and 2 went on" in note for note in after["notes"])
+    assert any("was saved by 3 ranks, and 2 continued" in note for note in after["notes"])
     assert after["model_is_consensus"]
     assert [one["rank"] for one in after["joined"]] == [2]
     assert min(after["steps_per_rank"][:2]) > before["steps_per_rank"][0]
@@ -172,7 +172,7 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
     with after_steps(tmp_path, 20, grow_and_shrink):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS, trace=0))
     assert told["codes"] == [130] * 3
-    assert all("and left the run, which goes on" in said for said in told["said"])
+    assert all("and left the run, which continues" in said for said in told["said"])
     assert told["mode"] == 0o600
     summary = outcome.summary
     assert outcome.exit_code == 130

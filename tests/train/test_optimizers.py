@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from gossipgrad import checkpoint
-from gossipgrad.train import Job, TrainConfig, check
+from gossipgrad.train import Job, LeNet, TrainConfig, check
 from support.alone import run_alone
 from support.jobs import name_job
 
@@ -22,8 +22,9 @@ def first_step(out, **options):
 def job(monkeypatch):
     """Makes the job of a model, by its name."""
 
-    def of(model):
-        points = TensorDataset(torch.ones(8, 2, dtype=torch.long), torch.zeros(8, dtype=torch.long))
+    def of(model, x=None):
+        x = torch.ones(8, 2, dtype=torch.long) if x is None else x
+        points = TensorDataset(x, torch.zeros(8, dtype=torch.long))
         made = Job(model=model, train=points, test=points, loss=nn.functional.cross_entropy)
         return name_job(monkeypatch, lambda: made)
 
@@ -65,6 +66,10 @@ class Tied(nn.Module):
 def test_embeddings_and_heads_are_not_for_muon_even_where_a_layer_shares_them(tmp_path, job):
     summary, _ = first_step(tmp_path, optimizer="muon", job=job(Tied()))
     assert any(f"Muon trains {7 * 70:,} of " in note for note in summary["notes"])
+    # Nor are convolutions.
+    images = torch.rand(8, 1, 28, 28)
+    summary, _ = first_step(tmp_path, optimizer="muon", job=job(LeNet(10), images))
+    assert any("Muon trains 58,080 of 61,706" in note for note in summary["notes"])
 
 
 def test_muon_with_almost_nothing_to_do_warns_and_with_nothing_is_refused(job):

@@ -38,7 +38,7 @@ def test_metrics_of_ranks_that_the_run_continues_without_are_put_aside(tmp_path)
     run(config(tmp_path, nproc=2, epochs=1, batch_size=64, checkpoint_every=5, trace=0))
     of_rank_1 = (tmp_path / "metrics-rank1.jsonl").read_text()
     outcome = resume_alone(tmp_path, nproc=None, epochs=1)
-    assert any("saved by 2 ranks, and 1 went on" in note for note in outcome.summary["notes"])
+    assert any("saved by 2 ranks, and 1 continued" in note for note in outcome.summary["notes"])
     former = tmp_path / "former" / "metrics-rank1.jsonl"
     assert former.read_text() == of_rank_1
     assert [path.name for path in tmp_path.glob("metrics-*")] == ["metrics-rank0.jsonl"]

@@ -105,7 +105,7 @@ def test_a_run_that_was_cut_short_comes_to_what_it_would_have_bit_for_bit(played
 
 def test_another_number_of_ranks_begins_with_the_mean_and_has_the_rate_of_these(played):
     folder, found = played
-    note = "the checkpoint of step 6 was saved by 3 ranks, and 2 went on from their consensus"
+    note = "the checkpoint of step 6 was saved by 3 ranks, and 2 continued from their consensus"
     assert any(note in each for each in found["two"]["notes"])
     assert checkpoint.find(folder / "two" / "checkpoints").members == (0, 1)
     assert found["two"]["steps"] == 12  # of 719 samples a rank

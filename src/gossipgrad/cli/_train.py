@@ -45,7 +45,7 @@ class TrainOptions(TrainConfig):
     """Train a model on several workers.
 
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
-    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. With
+    With --checkpoint-every a run that was stopped, or died, continues with --resume DIR. With
     --join DIR one more worker comes into a run that is training and whose strategy allows it.
     Options of a section, such as --gossip.every, may be written short: --every. Where several
     sections have one of that name, it is that of the chosen strategy or optimizer.
@@ -102,7 +102,7 @@ def parse(arguments: list[str]) -> TrainConfig:
     given = first.parse_known_args(arguments)[0]
     if given.config is not None and given.resume is not None:
         raise ValueError(
-            f"--config {given.config} begins a run anew, and --resume {given.resume} goes on with "
+            f"--config {given.config} begins a new run, and --resume {given.resume} continues "
             "one, with its own options: leave --config out."
         )
     saved = TrainConfig() if given.config is None else TrainConfig.from_file(given.config)
@@ -253,7 +253,7 @@ def _values(config: TrainConfig) -> dict[str, Any]:
 
 def print_joined(outcome: JoinOutcome) -> None:
     """What a worker that joined a run reached, in a few lines."""
-    end = "and left the run, which goes on" if outcome.left else "to the end of the run"
+    end = "and left the run, which continues" if outcome.left else "to the end of the run"
     samples = f"{outcome.steps:,} steps on {outcome.samples:,} samples"
     print(f"rank {outcome.rank} trained {samples}, {end}")
     if outcome.summary is not None:

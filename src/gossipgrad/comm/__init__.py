@@ -46,7 +46,6 @@ from gossipgrad.comm._ranks import check_timeout as check_timeout
 from gossipgrad.comm._ranks import has_peers as has_peers
 from gossipgrad.comm._ranks import resolve_group as resolve_group
 from gossipgrad.comm._ranks import resolve_optimizers as resolve_optimizers
-from gossipgrad.comm._recorder import Recorder as Recorder
 from gossipgrad.comm._rendezvous import named as named
 from gossipgrad.comm._replica_state import all_parameters as all_parameters
 from gossipgrad.comm._replica_state import load_replica as load_replica
@@ -68,6 +67,7 @@ from gossipgrad.comm._tcp import resolve_transport as resolve_transport
 from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Received as Received
+from gossipgrad.comm._transport import Recorder as Recorder
 from gossipgrad.comm._transport import Sent as Sent
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport

@@ -1,4 +1,7 @@
-"""The narrow waist under a channel: move one header and one payload to a rank, in order."""
+"""The narrow waist under a channel: move one header and one payload to a rank, in order.
+
+And the interface of what records spans of time there; `gossipgrad.report` writes them as a trace.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,18 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Joinable", "Lost", "Received", "Sent", "Ticket", "Transport", "is_joinable"]
+__all__ = ["Joinable", "Lost", "Received", "Recorder", "Sent", "Ticket", "Transport", "is_joinable"]
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Records named spans of time; cheap and thread-safe."""
+
+    def span(
+        self, name: str, start_seconds: float, end_seconds: float, **attributes: object
+    ) -> None:
+        """Record that `name` ran from start to end, in `time.perf_counter` seconds."""
+        ...
 
 
 @runtime_checkable

@@ -165,7 +165,7 @@ def make_batches(
         if not config.needs_every_rank and session is not None and session.world_size > 1:
             return ElasticBatches(**common, member=session, store=session.group.store)
         return ShardedBatches(**common, rank=rank)
-    shard = deal(
+    shard = assign(
         samples.labels if config.shards == "by-label" else None,
         num_samples=len(samples),
         rank=rank,
@@ -191,7 +191,7 @@ def make_batches(
     )
 
 
-def deal(
+def assign(
     labels: Int[Tensor, " sample"] | None,
     *,
     num_samples: int,

@@ -61,7 +61,7 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
         has_labels = config.shards != "by-label" or train.labels is not None
     elif config.shuffle != "global":
         raise ValueError(
-            f"shuffle is {config.shuffle}, but the loader of {name} deals the samples: leave "
+            f"shuffle is {config.shuffle}, but the loader of {name} assigns the samples: leave "
             "--shuffle out."
         )
     else:
@@ -93,7 +93,7 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
             f"{num_samples}; start fewer."
         )
     if config.shuffle != "global" and config.shards == "by-label" and not has_labels:
-        raise ValueError(f"{name} has no labels to deal by; use --shards random.")
+        raise ValueError(f"{name} has no labels to shard by; use --shards random.")
 
 
 def _try_out(config: TrainConfig, job: Job | None = None) -> None:

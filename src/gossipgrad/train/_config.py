@@ -109,11 +109,11 @@ class TrainConfig:
     """Folder of data sets; None: $GOSSIPGRAD_DATA, then the cache of the user."""
     shuffle: Literal["global", "ring", "local"] = "global"
     """Which samples a rank trains on. global: an even share of all, drawn again each epoch, and
-    dealt again when ranks of a gossip run join or leave. local: its own shard. ring: a shard in
+    assigned again when ranks of a gossip run join or leave. local: its own shard. ring: a shard in
     memory whose rows move on to the next rank with every step; a resumed run begins with the shards
     of the start."""
     shards: Literal["random", "by-label"] = "random"
-    """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
+    """How shuffle ring and local make the shards. by-label: in the order of classes, so that each
     rank has few of them."""
     data_threads: int = 0
     """Threads of a rank that make batches ahead; 0: made when they are needed."""
@@ -126,7 +126,7 @@ class TrainConfig:
     """How long ranks wait at the start for one that has not arrived, from the last that has, before
     all end."""
     lost_after_seconds: float = 10.0
-    """How long a rank may show no sign of life before the others go on without it for good, or,
+    """How long a rank may show no sign of life before the others continue without it for good, or,
     where they cannot, end."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of strategies and optimizers, by section: {"gossip": GossipConfig(every=2)}, or their
@@ -137,10 +137,10 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many checkpoints stay, of those that all ranks have saved."""
     run_name: str | None = None
-    """Name of the run, which its checkpoints carry: those of another one are refused. None: drawn
+    """Name of the run, which its checkpoints hold: those of another one are refused. None: drawn
     at random."""
     resume: Path | None = None
-    """Go on with the run of this folder, from its newest checkpoint and with its options. Others
+    """Continue the run of this folder, from its newest checkpoint and with its options. Others
     may be given for how far it goes, and for what changes no figure."""
     resume_step: int | None = None
     """Resume from the checkpoint of this step, and remove those after it; None: the newest."""
@@ -154,7 +154,7 @@ class TrainConfig:
     trace: int = 50
     """Steps whose spans go into trace.json; 0: no trace."""
     apoptosis: float | None = None
-    """Let hidden neurons be merged into others while training goes on, and take at most this share
+    """Let hidden neurons be merged into others during training, and take at most this share
     of the variance of each layer's pre-activations for it, such as 0.01. None: widths stay."""
     tensorboard: bool = False
     """Write TensorBoard event files, too: a folder a rank under tensorboard/."""

@@ -122,7 +122,7 @@ class RunDir:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run has reached an end, and does not go on from there."""
+        """Whether the run has reached an end, and does not continue from there."""
         return self.summary.exists() and not self.resumes.exists()
 
     @property
@@ -175,7 +175,7 @@ class RunDir:
             file.unlink()
 
     def reopen(self) -> None:
-        """Make room for a run to go on; what its last end has left stays until that is sure."""
+        """Make room for a run to continue; what its last end has left stays until that is sure."""
         self.remove_partial()
         for file in self.files():
             if file.name.startswith("errors-"):
@@ -204,9 +204,9 @@ def claim(
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.check_replaceable()
         if not overwrite and folder.holds_run:
-            goes_on = f"go on with it by --resume {out}, " if folder.holds_checkpoints else ""
+            resumes = f"continue it by --resume {out}, " if folder.holds_checkpoints else ""
             raise ValueError(
-                f"{out} holds a run already; {goes_on}name another folder with --out, or "
+                f"{out} holds a run already; {resumes}name another folder with --out, or "
                 "replace it with --overwrite."
             )
         hold(folder)
@@ -295,11 +295,11 @@ class LinesFile:
     """Appends whole lines; a part that a full disk took goes before the next line."""
 
     def __init__(self, path: Path, offset: int | None = None) -> None:
-        goes_on = offset is not None and path.exists()
+        is_resumed = offset is not None and path.exists()
         # Without a buffer, which would try again what was given up, and keep on growing.
-        self._file = path.open("r+b" if goes_on else "wb", buffering=0)
+        self._file = path.open("r+b" if is_resumed else "wb", buffering=0)
         # A machine that broke down may have lost the end, and left a part of a line.
-        self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1 if goes_on else 0
+        self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1 if is_resumed else 0
         self._file.truncate(self.size_bytes)
 
     def write(self, line: str) -> None:
@@ -336,9 +336,9 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
 
 def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> None:
     """Leave the model of a rank for the rank that puts the run together."""
-    path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to go on from"
+    path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to continue from"
     if run_dir.holds_checkpoints:
-        way_out = f"make room, and go on from the last checkpoint with --resume {run_dir.path}"
+        way_out = f"make room, and continue from the last checkpoint with --resume {run_dir.path}"
     with _explaining_full_disk(run_dir, way_out):
         write_safetensors(path, weights, {"format": "pt"})
 

@@ -1,7 +1,6 @@
 """Joining a run under way: how it invites, and a worker whose first act is `gg.join`."""
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -23,20 +21,18 @@ import gossipgrad as gg
 from gossipgrad import checkpoint, data
 from gossipgrad.comm import AskedStore, check_secret
 from gossipgrad.data import ElasticBatches
-from gossipgrad.engine import Session
-from gossipgrad.errors import GossipError
 
 from ._config import TrainConfig
 from ._device import check_device
 from ._finish import Ends, finish
-from ._folder import RunDir, held, hold_lock, write_errors, write_whole
-from ._job import Job
+from ._folder import RunDir, held, hold_lock, write_errors
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
 from ._progress import Progress
-from ._rank import train_rank
+from ._rank import fingerprint_of, train_rank
 from ._result import RunFailedError, exit_code_of, short_cause
-from ._signals import Stops, end_at_once, hear_stops
+from ._setup import RankInputs
+from ._signals import Stops, catch_stops, end_at_once
 from ._start import MAILBOX
 from ._state import LoopState
 from ._tasks import load_job
@@ -46,8 +42,6 @@ _JOIN_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 0.1
 _STORE_SECONDS = 2.0
-# Targets of so many samples tell two data sets apart.
-_PROBED_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +79,7 @@ class JoinOutcome:
         steps: That it made.
         samples: That it trained on.
         left: Whether it left before the others stopped.
-        summary: The content of the run's `summary.json`; None if the run goes on, or was not put
+        summary: The content of the run's `summary.json`; None if the run continues, or was not put
             together here.
     """
 
@@ -98,41 +92,13 @@ class JoinOutcome:
     summary: dict[str, Any] | None = None
 
 
-def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
-    """Leave an invitation in the folder of the run, for its owner alone; why not, if so."""
-    found: dict[str, Any] = {"address": None, "refusal": None, "data": fingerprint_of(job)}
-    if job.train_loader is not None:
-        found["refusal"] = "its job has a loader of its own, whose shares are fixed"
-    else:
-        try:
-            found["address"] = session.join_address()
-        except (ValueError, GossipError) as error:  # a slow store is no reason not to train
-            found["refusal"] = str(error)
-    try:
-        write_whole(run_dir.invitation, json.dumps(found, indent=2) + "\n", mode=0o600)
-    except OSError as error:
-        return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
-    return None
-
-
-def fingerprint_of(job: Job) -> str:
-    """A digest of the shapes of a model, and of numbers of samples and some of their targets."""
-    shapes = [tuple(tensor.shape) for tensor in job.model.parameters()]
-    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=16)
-    for samples in (*([] if job.train is None else [job.train_samples()]), job.test_samples()):
-        chosen = torch.linspace(0, len(samples) - 1, _PROBED_SAMPLES).long()
-        targets = samples.batch(chosen)[1].contiguous()
-        digest.update(str(len(samples)).encode() + targets.numpy().tobytes())
-    return digest.hexdigest()
-
-
 def join_run(options: JoinConfig) -> JoinOutcome:
     """Join a run with this process, and train in it to its end.
 
-    It takes weights, optimizer state and its place in the run from one living rank while the
+    It takes weights, optimizer state and its position in the run from one living rank while the
     others keep stepping, then takes its share of the samples that are left. The run's options are
-    those of its `config.json`. On Ctrl-C or SIGTERM it leaves at the next step, and the run goes
-    on; before it has joined, and a second time, it ends at once. If this worker outlives all
+    those of its `config.json`. On Ctrl-C or SIGTERM it leaves at the next step, and the run
+    continues; before it has joined, and a second time, it ends at once. If this worker outlives all
     processes that began the run, it trains to the end, and puts the run together here.
 
     Args:
@@ -159,14 +125,14 @@ def join_run(options: JoinConfig) -> JoinOutcome:
 
     def on_stop(stops: Stops) -> None:
         if joiner.ends is None:
-            progress.notice("stopped before this worker had joined; the run goes on")
+            progress.notice("stopped before this worker had joined; the run continues")
         if joiner.ends is None or stops.insisted:
             end_at_once(stops)
-        progress.notice("leaving the run, which goes on; once more to end at once")
+        progress.notice("leaving the run, which continues; once more to end at once")
         stop.set()
 
     joiner = RunJoiner(invitation["address"], run_dir, stop=stop, emit=emit)
-    with hold_lock(run_dir), hear_stops(on_stop) as stops, closing(progress), closing(joiner):
+    with hold_lock(run_dir), catch_stops(on_stop) as stops, closing(progress), closing(joiner):
         try:
             job = load_job(config)
             if fingerprint_of(job) != invitation["data"]:
@@ -177,15 +143,16 @@ def join_run(options: JoinConfig) -> JoinOutcome:
                     "data sets."
                 )
             result = train_rank(
-                config,
-                job,
-                run_dir,
-                rank=0,
-                world_size=config.nproc,
-                stop=stop,
-                emit=emit,
-                invite=invite,
-                joiner=joiner,
+                RankInputs(
+                    config=config,
+                    job=job,
+                    run_dir=run_dir,
+                    rank=0,
+                    world_size=config.nproc,
+                    stop=stop,
+                    emit=emit,
+                    joiner=joiner,
+                )
             )
             assert joiner.ends is not None, "it has joined"
             end = {"result": dataclasses.asdict(result)}
@@ -281,7 +248,7 @@ def _describe_failure(error: Exception, run_dir: RunDir, joiner: "RunJoiner") ->
 
 def _start_again(run_dir: RunDir) -> str:
     if checkpoint.steps(run_dir.checkpoints):
-        return f"go on with it by `gossipgrad train --resume {run_dir.path}`"
+        return f"continue it by `gossipgrad train --resume {run_dir.path}`"
     return f"begin another like it by `gossipgrad train --config {run_dir.config}`"
 
 
@@ -300,7 +267,7 @@ class RunJoiner:
         self._stop, self._emit = stop, emit
         self.rank = self.begun_step = 0
         self.ends: Ends | None = None  # as soon as it has joined
-        self.carried: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         self._batches: ElasticBatches | None = None
         self._run_stops = False
         self._asked_seconds = -math.inf
@@ -328,14 +295,14 @@ class RunJoiner:
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 group["initial_lr"] = rate  # what schedules go by
         assert session.joined_with is not None
-        self.rank, self.carried = session.rank, session.joined_with
+        self.rank, self.received = session.rank, session.joined_with
         root = store = session.group.store
         while isinstance(root, dist.PrefixStore):
             root = root.underlying_store
         mailbox = AskedStore(dist.PrefixStore(MAILBOX, root), timeout_seconds=_STORE_SECONDS)
         self._held.enter_context(held(self._run_dir.rank_lock(self.rank)))
         self.ends = Ends(self._run_dir, mailbox)
-        begun = self.carried["strategy"]["ahead"] + session.position
+        begun = self.received["strategy"]["ahead"] + session.position
         with suppress(OSError):  # a run that is over, or a folder of this machine alone
             self._run_dir.rank_joined(self.rank).write_text(json.dumps({"step": begun}))
         thread = threading.Thread(target=self._watch, args=(StopFlag(store),), daemon=True)
@@ -347,13 +314,13 @@ class RunJoiner:
 
     def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
         """Where the run is, by the donor's state and the newest epoch in the store; local."""
-        self._batches, carried = batches, self.carried
-        strategy.load_state_dict(carried["strategy"])
+        self._batches, received = batches, self.received
+        strategy.load_state_dict(received["strategy"])
         self.begun_step = strategy.position(0)
         return LoopState.made_by_others(
-            epoch=max(carried["epoch"], batches.newest_epoch() or 0),
+            epoch=max(received["epoch"], batches.newest_epoch() or 0),
             steps=self.begun_step,
-            **{name: carried[name] for name in ("position", "best", "seconds")},
+            **{name: received[name] for name in ("position", "best", "seconds")},
         )
 
     def flush(self) -> None:

@@ -85,7 +85,7 @@ class Loggers:
             what = f"{name} has stopped ({type(error).__name__}: {error})"
             self.notes.append(what)
             warnings.warn(
-                f"{what}; training goes on without it, and the metrics files have all figures.",
+                f"{what}; training continues without it, and the metrics files have all figures.",
                 stacklevel=3,
             )
 

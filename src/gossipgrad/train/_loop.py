@@ -169,7 +169,7 @@ class Loop:
         self._last_loss = values[-1]
         self._unread.clear()
 
-    def carried(self) -> dict[str, Any]:
+    def state_for_joiner(self) -> dict[str, Any]:
         """Where this rank is in the run, for one that joins; called between two steps."""
         return {
             "epoch": self._epoch,

@@ -139,7 +139,7 @@ class Metrics:
         self._left_out += 1
         if self._error is None:
             warnings.warn(
-                f"an event is left out of the metrics ({error}); training goes on, and so do they "
+                f"an event is left out of the metrics ({error}); training continues, and they do "
                 "as soon as there is room. (Said once; a note counts.)",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live line, a line an epoch, or nothing."""
+"""What a run shows during training: a live line, a line an epoch, or nothing."""
 
 import math
 import os

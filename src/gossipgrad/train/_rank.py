@@ -1,7 +1,8 @@
 """What one rank does: the training loop, what is around it, and what it comes to."""
 
-import threading
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,54 +14,31 @@ from torch import nn
 from gossipgrad.checkpoint import model_tensors, write_safetensors
 from gossipgrad.data import ElasticBatches
 from gossipgrad.engine import Session
-from gossipgrad.errors import EvictedError
+from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.second_order import SecondOrder
 
-from ._batches import Groups, LoaderBatches, RingBatches
-from ._config import TrainConfig
+from ._batches import LoaderBatches, RingBatches
 from ._evaluate import Evaluation
-from ._folder import RunDir, reserve_model, write_model
+from ._folder import RunDir, reserve_model, write_model, write_whole
 from ._job import Job
 from ._loggers import open_loggers
 from ._loop import Loop
-from ._metrics import Event, Metrics
+from ._metrics import Metrics
 from ._optimizers import notes_on_muon
 from ._result import RankResult
-from ._setup import Entering, Rank
+from ._setup import Rank, RankInputs
 from ._shrinking import note_on_widths
 
-# Leaves an invitation in the folder of a run that others can join; why there is none, if so.
-Invite = Callable[[Session, Job, RunDir], str | None]
+# Targets of so many samples tell two data sets apart.
+_PROBED_SAMPLES = 64
 
 
-def train_rank(
-    config: TrainConfig,
-    job: Job,
-    run_dir: RunDir,
-    *,
-    rank: int,
-    world_size: int,
-    stop: threading.Event,
-    emit: Callable[[Event], None],
-    invite: Invite = lambda session, job, run_dir: None,
-    groups: Groups | None = None,
-    joiner: Entering | None = None,
-) -> RankResult:
-    """Train one replica to the end or the stop, and leave it in `run_dir` for export."""
+def train_rank(given: RankInputs) -> RankResult:
+    """Train one replica to the end or the stop, and leave it in the run's folder for export."""
+    config, run_dir, emit = given.config, given.run_dir, given.emit
     torch.set_num_threads(config.threads)
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
-        one = Rank(
-            config,
-            job,
-            run_dir,
-            rank=rank,
-            world_size=world_size,
-            stop=stop,
-            emit=emit,
-            groups=groups,
-            joiner=joiner,
-            unstarted=unstarted,
-        )
+        one = Rank(given, unstarted=unstarted)
         resumed = None if one.begun is None else one.begun.metrics
         steps = None if resumed is None else resumed["steps"]
         loggers = open_loggers(config, run_dir, one.rank, resumed_steps=steps)
@@ -71,10 +49,10 @@ def train_rank(
         ):
             loop = Loop(one, metrics)
             if (session := one.strategy.session) is not None:
-                session.carry = loop.carried
+                session.carry = loop.state_for_joiner
                 is_lowest = session.rank == min(session.membership.living)
                 if config.shuffle == "global" and is_lowest:
-                    why = invite(session, job, run_dir)
+                    why = invite(session, one.job, run_dir)
                     one.strategy.notes += [] if why is None else [why]
             reserve_model(run_dir, one.rank, one.model)
             emit({"event": "ready", "total_steps": one.total_steps, "living": one.strategy.living})
@@ -86,6 +64,34 @@ def train_rank(
         one.shrinking.close()
     best = None if loop.best is None else loop.best.found
     return _result_of(one, metrics, final, best, seconds=seconds)
+
+
+def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
+    """Leave an invitation in the folder of the run, for its owner alone; why not, if so."""
+    found: dict[str, Any] = {"address": None, "refusal": None, "data": fingerprint_of(job)}
+    if job.train_loader is not None:
+        found["refusal"] = "its job has a loader of its own, whose shares are fixed"
+    else:
+        try:
+            found["address"] = session.join_address()
+        except (ValueError, GossipError) as error:  # a slow store is no reason not to train
+            found["refusal"] = str(error)
+    try:
+        write_whole(run_dir.invitation, json.dumps(found, indent=2) + "\n", mode=0o600)
+    except OSError as error:
+        return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
+    return None
+
+
+def fingerprint_of(job: Job) -> str:
+    """A digest of the shapes of a model, and of numbers of samples and some of their targets."""
+    shapes = [tuple(tensor.shape) for tensor in job.model.parameters()]
+    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=16)
+    for samples in (*([] if job.train is None else [job.train_samples()]), job.test_samples()):
+        chosen = torch.linspace(0, len(samples) - 1, _PROBED_SAMPLES).long()
+        targets = samples.batch(chosen)[1].contiguous()
+        digest.update(str(len(samples)).encode() + targets.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _result_of(

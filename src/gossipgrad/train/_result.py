@@ -13,7 +13,7 @@ class RunFailedError(GossipError):
 
 
 class PeerLostError(GossipError):
-    """This rank could not go on because another one is gone."""
+    """This rank could not continue because another one is gone."""
 
 
 class DivergedError(GossipError):

@@ -1,4 +1,4 @@
-"""The front door: one call, one run, in workers started here or by torchrun or Slurm."""
+"""One call, one run, in workers started here or by torchrun or Slurm."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
 DEFAULT_NPROC = 4
-# For workers to end by themselves when the run is put together, or cannot go on.
+# For workers to end by themselves when the run is put together, or cannot continue.
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _SHOW_CURSOR = "\x1b[?25h"
@@ -35,8 +35,8 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     Slurm has started, takes part in it as one rank. What can be checked is checked before a process
     starts.
 
-    A gossip run goes on when ranks die: the exported model is then the consensus of those that are
-    left, and the summary tells who was lost, when, and what of the data went with them.
+    A gossip run continues when ranks die: the exported model is then the consensus of those that
+    are left, and the summary tells who was lost, when, and what of the data went with them.
 
     Like every program that starts processes with multiprocessing, a script that calls this keeps
     the call under `if __name__ == "__main__":`.
@@ -122,7 +122,7 @@ class _Launcher:
             worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
-        """Why a worker failed, if the others go on without it; else the end of the run says it."""
+        """Why a worker failed, if the others continue without it; else the run's end says it."""
         content = self._end_of(end)
         if not self._start.has_begun():
             self._start.fail(f"rank {end.rank} {content['cause']}")
@@ -139,7 +139,7 @@ class _Launcher:
         return content
 
     def _await_joined(self) -> None:
-        """Keep the store for those who joined and go on, until they have put the run together."""
+        """Keep the store for those who joined and still train, until the run is put together."""
         run_dir = self._run_dir
         names = (path.stem for path in run_dir.partial.glob("joined-rank*.json"))
         living = [int(name.removeprefix("joined-rank")) for name in names]

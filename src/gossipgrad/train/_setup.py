@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,7 @@ class Entering(Joiner, Protocol):
     """A worker that joins the run before it trains."""
 
     begun_step: int
-    carried: dict[str, Any]
+    received: dict[str, Any]
 
     def enter(
         self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
@@ -94,25 +95,30 @@ class Entering(Joiner, Protocol):
     def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInputs:
+    """What a rank is given: the run, its part in it, and how others reach it."""
+
+    config: TrainConfig
+    job: Job
+    run_dir: RunDir
+    rank: int
+    world_size: int
+    stop: threading.Event
+    emit: Callable[[Event], None]
+    groups: Groups | None = None  # where there is no process group
+    joiner: Entering | None = None
+
+
 class Rank:
     """What a rank has from its start to its end."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        job: Job,
-        run_dir: RunDir,
-        *,
-        rank: int,
-        world_size: int,
-        stop: threading.Event,
-        emit: Callable[[Event], None],
-        groups: Groups | None,
-        joiner: Entering | None,
-        unstarted: ExitStack,
-    ) -> None:
-        self.config, self.job, self.run_dir, self.joiner = config, job, run_dir, joiner
-        self.world_size, self.stop, self.emit = world_size, stop, emit
+    def __init__(self, given: RankInputs, *, unstarted: ExitStack) -> None:
+        self.config, self.job, self.run_dir = given.config, given.job, given.run_dir
+        self.world_size, self.stop, self.emit = given.world_size, given.stop, given.emit
+        self.joiner = given.joiner
+        config, job, run_dir, joiner = self.config, self.job, self.run_dir, self.joiner
+        rank, world_size = given.rank, self.world_size
         self.device = find_device(config, rank=rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -149,15 +155,15 @@ class Rank:
         replica = Replica(
             model=self.model,
             optimizers=self.optimizers,
-            stop=stop,
+            stop=self.stop,
             spans=self.spans,
-            groups=groups,
+            groups=given.groups,
             session=session,
             joiner=joiner,
         )
         self.strategy = config.traits.build(replica, setting, config.strategy_options)
         unstarted.callback(self.strategy.close)
-        self.batches = self._make_batches(groups)
+        self.batches = self._make_batches(given.groups)
         if isinstance(self.batches, RingBatches):
             unstarted.callback(self.batches.close)
         self.schedulers = make_schedulers(config, self.optimizers, steps_per_epoch=epoch_batches)
@@ -177,7 +183,7 @@ class Rank:
             optimizers=self.optimizers,
             strategy=self.strategy,
             device=self.device,
-            emit=emit,
+            emit=self.emit,
         )
         self.begun = state = self._begin(restart)
         metrics = None if state is None else state.metrics
@@ -215,7 +221,7 @@ class Rank:
                     "the ring shuffle began again with the shards of the start, so some samples "
                     "were used twice in that epoch"
                 )
-        base = None if joiner is None else joiner.carried["checkpoint_base"]
+        base = None if joiner is None else joiner.received["checkpoint_base"]
         self.checkpoints.begin(state, base)
         return state
 

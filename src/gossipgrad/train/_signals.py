@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, not as an exception."""
+"""Ctrl-C and SIGTERM as a request to stop, not as an exception."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def blocking_stops() -> Iterator[None]:
 
 
 @contextmanager
-def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
+def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     """Collect SIGINT and SIGTERM in a thread: the main one may be inside a collective."""
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():

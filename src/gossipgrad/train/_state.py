@@ -89,7 +89,7 @@ def reopen(
     run_dir = RunDir(config.resume)
     if config.out not in (None, config.resume):
         raise ValueError(
-            f"out is {config.out}, but a run goes on in its own folder, {config.resume}: leave "
+            f"out is {config.out}, but a run is resumed in its own folder, {config.resume}: leave "
             "--out out, or copy the folder and resume the copy."
         )
     saved = TrainConfig.from_file(run_dir.config, same_run=True)
@@ -218,7 +218,7 @@ class Checkpoints:
     def resume(self) -> LoopState:
         """Brings everything where the checkpoint of `resume_step` has it; a collective."""
         step, state, problem = self._config.resume_step, None, None
-        assert step is not None, "the front door has chosen one"
+        assert step is not None, "`reopen` has chosen one"
         try:
             state = checkpoint.load(
                 self._directory,
@@ -279,7 +279,7 @@ class Checkpoints:
         every = self._config.checkpoint_every
         if self._saver is None or every is None:
             return
-        self._saver.wait(0.0)  # says what has failed meanwhile
+        self._saver.wait(0.0)  # says what has failed since
         label = self._strategy.checkpoint_label(steps) + self.base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
@@ -386,7 +386,7 @@ def begin_from_consensus(
     if config.resume is None:
         return None
     step, directory = config.resume_step, run_dir.checkpoints
-    assert step is not None, "the front door has chosen one"
+    assert step is not None, "`reopen` has chosen one"
     found = checkpoint.find(directory, step=step, run=config.run_name)
     ranks, before = found.members, found.world_size
     if ranks == tuple(range(world_size)) and before == world_size:
@@ -397,7 +397,7 @@ def begin_from_consensus(
         raise ValueError(
             f"nproc is {world_size}, but the checkpoint of step {step} is of {before} ranks, each "
             f"of which trained on its own (strategy {config.strategy}): there is no one model that "
-            f"others could go on from. Give --nproc {before}; or begin another run from the model "
+            f"others could begin with. Give --nproc {before}; or begin another run from the model "
             f"of one rank: `gossipgrad export {run_dir.path} FILE --rank 0`, and load it in a job."
         )
     loops: dict[int, Mapping[str, Any]] = {}
@@ -421,8 +421,8 @@ def begin_from_consensus(
     metrics, epoch = furthest["metrics"], furthest["epoch"]
     batch = round(min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"])) * epoch_batches)
     note = (
-        f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} went on "
-        "from their consensus: not bit for bit what those would have done"
+        f"the checkpoint of step {step} was saved by {len(ranks)} ranks, and {world_size} "
+        "continued from their consensus: not bit for bit what those would have done"
     )
     if rank == 0:
         warnings.warn(note, stacklevel=2)

@@ -23,7 +23,6 @@ from ._config import TrainConfig
 from ._device import find_backend
 from ._finish import Ends, finish
 from ._folder import RunDir, check_shared, claim, held, hold_lock, leave_token, write_errors
-from ._join import invite
 from ._metrics import Event
 from ._progress import Progress
 from ._rank import train_rank
@@ -36,7 +35,8 @@ from ._result import (
     exit_code_of,
     short_cause,
 )
-from ._signals import Stops, end_at_once, hear_stops
+from ._setup import RankInputs
+from ._signals import Stops, catch_stops, end_at_once
 from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
@@ -88,7 +88,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     worker = _Worker(world)
-    with hear_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
+    with catch_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
         seconds = (config or TrainConfig()).start_seconds
         worker.connect(open_store(world.rank, world.world_size, seconds))
         if config is not None and world.rank == 0:
@@ -228,15 +228,16 @@ class _Worker:
             backend = start.ask(lambda store: store.compare_set("backend", "", own)).decode()
             dist.init_process_group(backend, store=self._store, rank=rank, world_size=size)
         return train_rank(
-            config,
-            job,
-            run_dir,
-            rank=rank,
-            world_size=size,
-            stop=self._stop,
-            emit=emit,
-            invite=invite,
-            groups=None if config.needs_every_rank else join_group,
+            RankInputs(
+                config=config,
+                job=job,
+                run_dir=run_dir,
+                rank=rank,
+                world_size=size,
+                stop=self._stop,
+                emit=emit,
+                groups=None if config.needs_every_rank else join_group,
+            )
         )
 
     def _free_folder(self) -> None:
@@ -265,7 +266,7 @@ def open_folder(
     else:
         config, run_dir = reopen(config, hold=hold)
     config = config.resolved(nproc=world_size, out=run_dir.path.absolute())
-    if config.resume is None:  # else when it is known that the run goes on
+    if config.resume is None:  # else when all ranks have loaded what they continue from
         config.write(run_dir.config)
     if show_config:
         print(config.text(), flush=True)

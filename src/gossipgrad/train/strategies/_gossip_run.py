@@ -152,7 +152,7 @@ class Gossip(RunningStrategy):
                 )
 
     def _disagreement(self, test: TestPart) -> float | None:
-        """That of predictions for the first samples; None if a rank is lost meanwhile."""
+        """That of predictions for the first samples; None if a rank is lost in it."""
         if not self._measures_disagreement:
             return None
         try:
@@ -170,7 +170,7 @@ class Gossip(RunningStrategy):
 
     @property
     def _leaves(self) -> bool:
-        """Whether this rank leaves a run that others go on with; the last one ends it."""
+        """Whether this rank leaves a run that others continue; the last one ends it."""
         if self._joiner is None or not self._joiner.leaves or self._joiner.is_over:
             return False
         return bool({*self.living} - {self._session.rank} - self._session.unreachable.keys())
@@ -186,7 +186,7 @@ class Gossip(RunningStrategy):
             return self.position(steps) // every * every
         if self._session.world_size == 1:
             return steps
-        # Ranks that were stopped after unequal steps stand in the same round when they go on.
+        # Ranks that were stopped after unequal steps are in the same round when they continue.
         own = steps - self._ahead
         return self._ahead + self._session.round_number * self._every + own % self._every
 

@@ -27,7 +27,7 @@ class Lockstep(RunningStrategy):
         self._stopper = LockstepStop(stop)
 
     def shrinking(self) -> dict[str, Any]:
-        """All ranks; what averages gradients is made anew for each shape."""
+        """All ranks; what averages gradients is built again for each shape."""
         return {"process_group": all_ranks(), "wrap": self._wrap}
 
     def _wrap(self, model: nn.Module) -> nn.Module:

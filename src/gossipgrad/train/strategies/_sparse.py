@@ -36,7 +36,7 @@ class SparseConfig:
     alone), single (all in one). Dense: wfbp (each tensor alone), mg-wfbp (by the published
     rule)."""
     density: float = 0.01
-    """Share of the coordinates of a gradient that is sent; the rest is carried over."""
+    """Share of the coordinates of a gradient that is sent; the rest is added to the next."""
     density_warmup_steps: int | None = None
     """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent,
     if that is more than density. None: a quarter of an epoch each, of a run of one epoch an eighth;

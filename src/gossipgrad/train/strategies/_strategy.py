@@ -16,7 +16,7 @@ from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 
-# The private group in which the ranks of a strategy meet that goes on without lost ones.
+# The private group of the ranks of a strategy that continues without lost ones.
 GROUP = "strategy"
 
 
@@ -175,7 +175,7 @@ class RunningStrategy(ABC):
         return self.checkpoint_label(steps) % every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What this object needs to go on, beside the replica and the session."""
+        """What this object needs to continue, beside the replica and the session."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -185,7 +185,7 @@ class RunningStrategy(ABC):
         """Go on behind so many steps, of a run that had other ranks; a collective."""
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
-        """Ranks that are taken for dead, and when and why, where others can go on; local."""
+        """Ranks that are taken for dead, and when and why, where others can continue; local."""
         return {}
 
     def joined_ranks(self) -> dict[str, dict[str, Any]]:
