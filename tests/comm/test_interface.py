@@ -129,3 +129,5 @@ def test_an_interface_with_ipv6_alone_can_be_listened_on(monkeypatch):
     (end,) = run_ranks(1, lambda rank, group: TCPTransport(group, bind="::1"))
     assert end.address == "::1"
     end.close()
+    monkeypatch.setattr(socket, "gethostname", lambda: "2001:db8::7")
+    assert own_address(None) == "2001:db8::7"

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.network import Network, _namespaces
+from benchmarks.network._links import INTERFACE
 from support.waiting import HANG_SECONDS
 
 pytestmark = [
@@ -38,6 +39,7 @@ WAYS = {
 HOSTS = {
     "own address": ["10.64.0.1 worker head", "10.64.0.2 worker\n10.64.0.1 head"],
     "loopback": ["127.0.1.1 worker head", "127.0.1.1 worker\n10.64.0.1 head"],
+    "IPv6": ["fd00::1 worker head", "fd00::2 worker\nfd00::1 head"],
 }
 AS_A_MACHINE = 'mount --bind "$0" /etc/hosts && hostname worker && exec "$@"'
 
@@ -49,10 +51,14 @@ def run_on_both(tmp_path, way, hosts, **environment):
     with Network(hosts=2, rate_bits_per_second=1e8) as network:
         machines = []
         for node in range(2):
+            lines = [f"route add default via {network.address(1 - node)}"]
+            if hosts == "IPv6":
+                lines = [f"addr flush dev {INTERFACE}"]
+                lines += [f"addr add fd00::{node + 1}/64 dev {INTERFACE} nodad"]
             _namespaces.run(
                 *("ip", "-n", network.namespace(node)),
                 lines=[
-                    f"route add default via {network.address(1 - node)}",
+                    *lines,
                     "link add unused0 type veth peer name unused1",
                     f"addr add 172.31.{node}.1/24 dev unused0",
                     "link set unused0 up",

@@ -93,13 +93,12 @@ class Rendezvous:
                     self._launchers.wait([f"done{node}"], timedelta(seconds=_SILENT_SECONDS))
 
     def _host(self) -> dist.Store:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # Debian's hosts file gives a machine's own name a loopback address, which no other machine
         # reaches by that name: then listen on all interfaces, as the store of torch does.
         is_hidden = self.nodes > 1 and _is_hidden(self.host)
         try:
             listener = socket.create_server(
-                ("" if is_hidden else self.host, self.port), family=family
+                ("" if is_hidden else self.host, self.port), family=_family(self.host)
             )
         except OSError as error:
             raise ValueError(
@@ -166,6 +165,12 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(_BEAT_SECONDS):
                 self._launchers.add(f"beats{self.node_rank}", 1)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """Return IPv4 if a host has such an address."""
+    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
 def _is_hidden(host: str) -> bool:
