@@ -1,4 +1,4 @@
-"""The command as a user runs it: a terminal, Ctrl-C, torchrun."""
+"""The command as a user runs it: a terminal, and Ctrl-C."""
 
 import io
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from gossipgrad import cli
-from support.agents import run_torchrun
 from support.waiting import HANG_SECONDS, until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -88,16 +87,3 @@ def test_a_folder_may_have_any_name(interrupted, monkeypatch):
     sys.stdout.flush()
     assert printed.getvalue() == page
     assert (folder / "report.html").exists()
-
-
-def test_torchrun_joins_the_world_it_finds(tmp_path):
-    command = ["-m", "gossipgrad", "train", "--epochs", "1", "--out", str(tmp_path)]
-    done = run_torchrun(["--standalone", "--nproc-per-node", "2", *command], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1") == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["steps_per_rank"] == [45, 45]
-    assert summary["model_is_consensus"]
-    assert {file.name for file in tmp_path.iterdir()} >= {"metrics-rank1.jsonl", "report.html"}
-    assert not (tmp_path / "partial").exists()

@@ -10,6 +10,7 @@ from torch import nn
 import gossipgrad as gg
 from support.doors import needs, run_page, torchrun_environment
 from support.processes import one_by_one, run_processes
+from support.replicas import flat
 
 pytestmark = [needs("accelerate"), pytest.mark.process]
 
@@ -33,10 +34,6 @@ def step(accelerator, model, optimizer, number, scale=1.0):
             accelerator.backward(scale * loss)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def trained_saved_and_resumed(rank, store, accelerator, folder):

@@ -10,6 +10,7 @@ from torch import nn
 import gossipgrad as gg
 from support.doors import needs, run_page, torchrun_environment
 from support.processes import one_by_one, run_processes
+from support.replicas import flat
 
 pytestmark = [needs("lightning"), pytest.mark.process]
 
@@ -80,10 +81,6 @@ def loader():
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x)
     return torch.utils.data.DataLoader(data, batch_size=4)
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def gathered(vector):

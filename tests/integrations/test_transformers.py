@@ -10,6 +10,7 @@ from torch import nn
 import gossipgrad as gg
 from support.doors import needs, run_page, torchrun_environment
 from support.processes import one_by_one, run_processes
+from support.replicas import flat
 
 pytestmark = [needs("transformers"), needs("accelerate"), pytest.mark.process]
 STEPS = 12
@@ -57,10 +58,6 @@ def make_trainer(folder, *, optimizer=None, max_steps=STEPS, callbacks=(), **arg
         optimizers=optimizers,
         callbacks=list(callbacks),
     )
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def gathered(vector):

@@ -26,12 +26,11 @@ SERVE = (
 CALL = (
     "import socket, sys\n"
     "try: connection = socket.create_connection((sys.argv[1], 7000), float(sys.argv[2]))\n"
-    "except OSError: sys.exit(3)\n"
-    "while len(sys.argv) > 3: connection.sendall(bytes(1 << 20))"
+    "except OSError: sys.exit(3)"
 )
 
 
-def wait_until(is_so, timeout_seconds=20.0):
+def wait_until(is_so, timeout_seconds=100.0):
     deadline = time.monotonic() + timeout_seconds
     while not is_so():
         assert time.monotonic() < deadline
@@ -151,32 +150,3 @@ def test_hosts_that_are_cut_reach_nothing_of_each_other_until_they_are_healed():
         assert reaches(2, 1, "20")
         with pytest.raises(ValueError, match="two ends"):
             network.cut(1, 1)
-
-
-@needs_root
-@pytest.mark.slow
-@pytest.mark.process
-def test_links_carry_their_rate_and_no_more_while_it_changes():
-    with Network(hosts=3, rate_bits_per_second=1e9) as network:
-        network.popen(2, [sys.executable, "-S", "-c", SERVE])
-        call = [sys.executable, "-S", "-c", CALL, network.address(2), "20", "send"]
-
-        def received():
-            return network.counters(2).received_bytes
-
-        def carries(rate):
-            before, since = received(), time.monotonic()
-            time.sleep(0.3)
-            share = 8 * (received() - before) / (time.monotonic() - since) / rate
-            assert share < 1.25
-            return 0.85 < share < 1.15
-
-        wait_until(lambda: network.popen(1, [*call[:-2], "1"]).wait() == 0)
-        network.popen(0, call)
-        wait_until(lambda: received() > 1e7)
-        for host, rate in ((2, 5e8), (0, 2e7), (0, 4e6)):
-            network.set_rate(host, rate)
-            time.sleep(0.3)  # what waited in a queue
-            wait_until(lambda rate=rate: carries(rate))
-        sent = network.counters(0).sent_bytes
-        assert network.counters(2).received_bytes == pytest.approx(sent, rel=0.02)

@@ -55,12 +55,6 @@ def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(
         assert torch.equal(value, before[name]), "from step 8 on it is the same run"
 
 
-def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path, monkeypatch):
-    full_disk(monkeypatch, range(8, 16))
-    assert begin(tmp_path)["steps"] == 23
-    assert checkpoint.steps(tmp_path / "checkpoints") == [20, 23]
-
-
 @pytest.mark.process
 def test_a_file_that_is_damaged_on_one_rank_is_named_and_ends_the_start_on_all(tmp_path):
     run(config(tmp_path, nproc=2, epochs=1, batch_size=64, checkpoint_every=4, trace=0))

@@ -17,7 +17,6 @@ from gossipgrad.train._result import RankResult
 from support.hanging_store import Hanging
 from support.waiting import HANG_SECONDS, until
 
-LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
 HOW = {"from_rank": 1, "generation": 2, "when_seconds": 1e9}
 RANKS = 4
 
@@ -151,23 +150,6 @@ def test_the_lowest_rank_puts_it_together_and_the_others_go(run, store):
     assert not run.run_dir.partial.exists()
 
 
-def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run, store):
-    run.come(1, 2, 3)
-    run.end(store, 3, lost={"0": LOSS})
-    run.fail(store, 1, "failed: no memory")
-    run.end(store, 2, lost={"0": LOSS})
-    ends = run.all()
-    assert ends[3] is None
-    assert ends[2]["lost_because"] == {
-        "0": "was taken for dead: no sign of life for 10 s",
-        "1": "failed: no memory",
-    }
-    assert ends[2]["losses"]["0"]["when_seconds"] == 1.0
-    assert ends[2]["losses"]["1"]["when_seconds"] > 1e9
-    assert ends[2]["accuracy_per_rank"] == [None, None, 0.75, 0.875]
-    assert ends[2]["model_from_rank"] == 2
-
-
 def test_when_it_dies_over_it_the_next_one_puts_it_together(run, monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(_finish, "summarize", _dying_once(_finish.summarize))
@@ -216,12 +198,3 @@ def test_those_who_joined_are_awaited_and_counted(run):
     assert not summary["interrupted"], "the run went on without the one that left"
     assert run.ends[6] is None
     assert "Rank 7 joined from rank 1" in write_report(run.run_dir.path).read_text()
-
-
-def test_what_a_rank_hands_in_is_found_where_the_folder_takes_nothing(run):
-    run.come(*range(RANKS))
-    run.run_dir.rank_result(1).mkdir()  # as on a disk that is full
-    store = dist.HashStore()
-    for rank in range(RANKS):
-        run.end(store, rank)
-    assert run.all()[0]["lost_ranks"] == []

@@ -1,16 +1,20 @@
 """Worlds of torchrun and Slurm, of which a process is killed; commands are those of the guide."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from gossipgrad.train import GossipConfig, TrainConfig, run
 from support.agents import agents
-from support.killed_world import train_with_a_death
+from support.alone import each_step
 from support.launched import count
 from support.processes import free_port, run_processes
 from support.waiting import until
@@ -18,6 +22,30 @@ from support.waiting import until
 pytestmark = pytest.mark.process
 GUIDE = Path(__file__).parents[2] / "docs" / "guarantees.md"
 LOST_STORE = "the rendezvous store is lost"
+
+
+def train_with_a_death(
+    rank: int, store: Any, environs: list[dict[str, str]], out: str, victim: int
+) -> tuple[int, dict | None, str]:
+    """Trains; `victim` is killed after a few steps.
+
+    The environment of each rank says in which world it is. The exit code, the summary if this rank
+    put the run together, and what it said on stderr.
+    """
+    os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
+
+    def die(step: int) -> None:
+        if rank == victim and step > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    told, options = io.StringIO(), {"gossip": GossipConfig(topology="matching")}
+    with (
+        each_step(die),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(told),
+    ):
+        outcome = run(TrainConfig(epochs=4, log_every=1, trace=0, out=Path(out), options=options))
+    return outcome.exit_code, outcome.summary, told.getvalue()
 
 
 def guide_command(program: str, having: str) -> str:

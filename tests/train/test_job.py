@@ -136,21 +136,6 @@ def test_a_metric_that_is_not_finite_ends_no_rank(project: Path, capfd: pytest.C
     assert "error nan" in capfd.readouterr().out
 
 
-@pytest.mark.process
-@pytest.mark.slow  # 40 s; joins of the built-in tasks are in `make test`
-def test_a_worker_joins_a_job_of_the_user(project: Path):
-    command = [sys.executable, "-m", "gossipgrad", "train", "--job", "mine.jobs:regression"]
-    options = ["--nproc", "2", "--epochs", "100000", "--out", "run", "--log-every", "1", "--quiet"]
-    with subprocess.Popen([*command, *options], cwd=project) as running:
-        until((project / "run" / "invitation.json").exists)
-        joining = subprocess.Popen([*command[:4], "--join", "run", "--quiet"], cwd=project)
-        until(lambda: count(project / "run", 2) > 5)
-        running.send_signal(signal.SIGINT)
-        assert joining.wait(HANG_SECONDS) == 0
-    assert running.returncode == 128 + signal.SIGINT
-    assert [one["rank"] for one in summary(project / "run")["joined"]] == [2]
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -3,16 +3,13 @@
 import signal
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gossipgrad.train import GossipConfig, RunFailedError, _run, run
 from support import launched
 from support.agents import run_torchrun
 from support.held_workers import held_at, struck_at_start
-from support.killed_world import train_with_a_death
 from support.launched import after_steps, kill, pause, stop, wait_for_more, workers
-from support.processes import run_processes
 from support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.process
@@ -21,35 +18,6 @@ pytestmark = pytest.mark.process
 def config(out, **options):
     gossip = {"gossip": GossipConfig(topology="matching")}
     return launched.config(out, trace=0, options=gossip, lost_after_seconds=6.0, **options)
-
-
-def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
-    victim = 0
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environs = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is hosted by no rank
-        }
-        for rank in range(3)
-    ]
-    answers = run_processes(
-        3, train_with_a_death, environs, str(tmp_path), victim, may_die=(victim,), grouped=False
-    )
-    assert answers[victim] is None
-    living = [rank for rank in range(3) if rank != victim]
-    assert [answers[rank][0] for rank in living] == [0, 0]
-    summary = answers[living[0]][1]
-    assert answers[living[1]][1] is None, "put together once"
-    assert summary["lost_ranks"] == [victim]
-    assert summary["losses"][str(victim)]["generation"] >= 1
-    assert summary["model_is_consensus"]
-    assert summary["accuracy"] > 0.9
-    assert (tmp_path / "model.safetensors").exists()
-    assert not (tmp_path / "partial").exists()
 
 
 @pytest.mark.slow

@@ -198,7 +198,10 @@ def test_workers_that_torchrun_starts_again_do_not_read_the_first_attempt(tmp_pa
     words = ["train", "--job", "flaky:job", "--epochs", "1", "--out", tmp_path / "run"]
     done = run_torchrun([*start, *words], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_per_rank"] == [2, 2]
+    assert done.stdout.count("epoch 1/1") == 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps_per_rank"], summary["model_is_consensus"]) == ([2, 2], True)
+    assert not (tmp_path / "run" / "partial").exists()
 
 
 @pytest.mark.parametrize(
