@@ -18,8 +18,9 @@ class Heartbeats:
     Attributes:
         interval_seconds: Time between two beats; also how soon a change of the membership is
             noticed.
-        silent_seconds: How long a rank may send no heartbeat. A rank that was stopped for longer
-            finds that the others have continued without it.
+        silent_seconds: How long a rank may send no heartbeat. A rank that was stopped for longer,
+            or in one call that lets no thread of Python run, such as the unpickling of a large
+            file, finds that the others have continued without it.
         lease_seconds: For how long a rank may send after it last checked that it is still a member.
             After that it asks the store first, for at most as long again. No rank is declared dead
             sooner.

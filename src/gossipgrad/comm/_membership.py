@@ -146,7 +146,9 @@ class Membership:
             how = f"by rank {loss.by} ({loss.why}): {since}"
         return (
             f"rank {rank} was taken for dead {how}, and the others train on without it. Its "
-            "weights are intact: save them, or start a new process from them"
+            "weights are intact: save them, or start a new process from them. A process that is "
+            "stopped, or in one call that lets no thread of Python run, such as the unpickling of "
+            "a large file, sends no heartbeat: gg.Heartbeats(silent_seconds=60) allows for more"
         )
 
     def remembering(self, before: "Membership") -> "Membership":
