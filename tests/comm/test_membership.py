@@ -154,7 +154,7 @@ def test_a_rank_that_was_given_up_gives_up_nobody(hooked, clock):
     pass_seconds(clock, made, 5)
     assert [watch.latest.living for watch in made] == [(1, 2, 3)] * 4
     assert not made[0].is_member()
-    with pytest.raises(EvictedError, match="rank 0 was taken for dead.*silent_seconds"):
+    with pytest.raises(EvictedError, match=r"rank 0 was taken for dead.*silent_seconds"):
         made[0].confirm()
 
 
