@@ -1,5 +1,6 @@
 """True processes that are killed or stopped in a run, and what is left of it."""
 
+import os
 import signal
 
 import pytest
@@ -9,8 +10,8 @@ from gossipgrad.train import GossipConfig, RunFailedError, _run, run
 from support import launched
 from support.agents import run_torchrun
 from support.held_workers import held_at, struck_at_start
-from support.launched import after_steps, kill, pause, stop, wait_for_more, workers
-from support.waiting import HANG_SECONDS
+from support.launched import after_steps, kill, pause, stop, wait_for_more, when, workers
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
 
@@ -44,6 +45,40 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
     assert own.keys() == load_file(tmp_path / "model.safetensors").keys()
     assert "rank 4 failed: rank 4 was taken for dead by" in capfd.readouterr().err
     assert not workers()
+
+
+def test_when_the_rank_that_writes_the_results_dies_over_it_the_next_one_does(tmp_path):
+    """It reads how far a lost rank came: here from a pipe, behind which it waits."""
+    metrics, aside = tmp_path / "metrics-rank2.jsonl", tmp_path / "aside.txt"
+
+    def strike():
+        kill(2)()
+        metrics.rename(aside)
+        os.mkfifo(metrics)
+        go_on()
+        until(lambda: opened.extend(read_by_somebody(metrics)) or opened)
+        kill(0)()
+        aside.replace(metrics)
+        os.close(opened[0])
+
+    opened = []
+    with held_at(40) as go_on, when(lambda: launched.count(tmp_path, 2) > 20, strike):
+        outcome = run(config(tmp_path, nproc=3, epochs=2))
+    assert opened, "rank 0 was at it"
+    assert outcome.exit_code == 0
+    assert outcome.summary["lost_ranks"] == [2]
+    assert 20 < outcome.summary["losses"]["2"]["step"] <= 41
+    assert None not in outcome.summary["steps_per_rank"][:2], "what rank 0 has handed in counts"
+    assert load_file(tmp_path / "model.safetensors")
+    assert not (tmp_path / "partial").exists()
+
+
+def read_by_somebody(pipe):
+    """The pipe, open for writing, as soon as another process reads from it."""
+    try:
+        return [os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)]
+    except OSError:
+        return []
 
 
 def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch):

@@ -52,7 +52,10 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     assert summary["steps_per_rank"] == [135, 135]
     assert summary["consensus_distance"] < (1 if strategy == "gossip" else 0) + 1e-9
     assert 0 < summary["exposed_seconds_per_step"] < summary["step_seconds"]
-    assert summary["bytes_sent_per_step"] == pytest.approx(26_122 * 4, rel=0.02)
+    dense_bytes = 26_122 * 4  # or less, where the plan that was measured is sparse
+    assert 0 < summary["bytes_sent_per_step"] <= 1.02 * dense_bytes
+    if strategy != "sparse":
+        assert summary["bytes_sent_per_step"] == pytest.approx(dense_bytes, rel=0.02)
     written_ns = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     del written_ns["report.html"]
     assert max(written_ns, key=written_ns.__getitem__) == "summary.json", "a served page ends then"
