@@ -33,12 +33,12 @@ def channels(transports):
     """Makes channels, one a rank; tests drive all of them from one thread."""
     made = []
 
-    def make(world_size=2, *, sizes=(4,), credits=1, faults=None, **options):
+    def make(world_size=2, *, sizes=(4,), window=1, faults=None, **options):
         ends = transports(world_size)
         if faults is not None:
             ends = [FaultyTransport(end, faults) for end in ends]
         plan = [Part(torch.float32, size) for size in sizes]
-        made.extend(Channel(end, run=RUN, plan=plan, credits=credits, **options) for end in ends)
+        made.extend(Channel(end, run=RUN, plan=plan, window=window, **options) for end in ends)
         return made[-world_size:]
 
     yield make

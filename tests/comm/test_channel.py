@@ -5,7 +5,7 @@ import torch
 
 from gossipgrad.comm import Channel, Hub, Liveness, Outcome
 from support.links import RUN
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 in_process = pytest.mark.parametrize("kind", ["in-process"])
@@ -29,18 +29,15 @@ def both(a, b, round=0, value=0.0):
 @pytest.mark.parametrize("they_met", [True, False])
 def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_met):
     size = 1 << 18
-    a, b, c = channels(3, sizes=(4, size), credits=4)
+    a, b, c = channels(3, sizes=(4, size), window=4)
     if they_met:
         both(a, b)
-    b.post(2, 0, part(0), send_to=0, recv_from=None)
     mine = post(a, 1, round=2, bucket=1, size=size)
-    until(lambda: a.poll() or a.early_bytes)
     b.transport.close()
     both(a, c, round=4)
     assert a.take(mine, HANG_SECONDS) is X
     assert a.gone == {1: "was lost"}
     assert mine.ticket.wait(HANG_SECONDS)
-    assert a.early_bytes == 0
 
 
 def test_directed_and_one_sided_rounds(channels):
@@ -101,7 +98,6 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     b.enter(1, 3, [0, 1])
     assert a.take(mine, HANG_SECONDS) is V
     assert liveness.heard == [1]
-    until(lambda: b.poll() or b.bytes_received)
     assert post(b, 0, round=3).outcome is V, "a lives in generation 0 still: nobody waits for it"
     assert post(a, 1, round=4).outcome is V
 
@@ -115,6 +111,6 @@ def test_wrong_arguments_are_refused(channels):
     for payload in (part(0, 5), part(0).double()):
         with pytest.raises(ValueError, match="bucket 0 is planned as 4 x"):
             a.post(0, 0, payload, send_to=1, recv_from=1)
-    for options in ({"run": b"abc"}, {"run": RUN, "credits": 0}):
+    for options in ({"run": b"abc"}, {"run": RUN, "window": 0}):
         with pytest.raises(ValueError, match="must be"):
             Channel(Hub(2).transport(0), plan=[], **options)

@@ -1,11 +1,11 @@
-"""Threads around a channel: those that listen, buffers filled later, pacing, and how they end."""
+"""Threads around a channel: those that listen, buffers filled later, and how they end."""
 
 import threading
 
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Hub, Kind, Outcome, Part
+from gossipgrad.comm import Channel, Header, Hub, Outcome, Part
 from gossipgrad.errors import GossipError
 from support.links import RUN, ours, until_none_but
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
@@ -37,7 +37,7 @@ def ranks():
     """Channels of four ranks in one process; four rounds may be open on a link."""
     hub, before = Hub(4), {*ours()}
     plan = [Part(torch.float32, 4)]
-    made = [Channel(Wire(hub.transport(rank)), run=RUN, plan=plan, credits=4) for rank in range(4)]
+    made = [Channel(Wire(hub.transport(rank)), run=RUN, plan=plan, window=4) for rank in range(4)]
     yield made
     for channel in made:
         channel.close(0.0)
@@ -98,44 +98,10 @@ def test_a_buffer_that_cannot_be_filled_is_an_error_and_its_memory_is_free(ranks
 
     a, go = ranks[0], threading.Event()
     mine = [post(a, 1, 0, ready=fail), post(a, 1, 1)]
+    for round in range(2):
+        post(ranks[1], 0, round)
     go.set()
     until(lambda: all(one.ticket.done for one in mine))
     for fails in (lambda: a.take(mine[0], HANG_SECONDS), lambda: post(a, 2)):
         with pytest.raises(GossipError, match="device lost"):
             fails()
-
-
-# -- pacing ---------------------------------------------------------------------------------------
-
-
-def post_in_turn(channel, peer, round):
-    turn = channel.turn(round, peer)
-    return post(channel, peer, round, ready=lambda: turn(NEVER_SECONDS))
-
-
-def hear_wish(asks, asked, round):
-    until(lambda: (Kind.ASK, asked.rank, round) in asks.transport.said)
-    asked.poll()
-
-
-ENDS = {
-    "the receiver leaves": lambda a, c: c.close(0.0),
-    "the receiver voids the round": lambda a, c: c.void(1, 0),
-    "the receiver comes to the round": lambda a, c: post(c, 0, round=1),
-    "the receiver enters a collective": lambda a, c: c.fence(),
-    "the sender closes": lambda a, c: a.close(NEVER_SECONDS),
-    "the sender enters a generation": lambda a, c: a.enter(1, 2, [*range(4)]),
-    "the sender enters a collective": lambda a, c: a.fence(),
-    "the sender goes on": lambda a, c: post(a, 1, round=2),
-    "the sender voids a later round": lambda a, c: a.void(2, 1),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_the_wait_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
-    a, _, c, _ = ranks
-    post(c, 1, round=0)
-    waits = post_in_turn(a, 2, round=1)
-    hear_wish(a, c, 1)
-    ENDS[end](a, c)
-    until(lambda: a.poll() or waits.ticket.done)

@@ -94,7 +94,7 @@ def test_the_pool_is_bounded_and_does_not_wait_for_its_owners():
 @devices
 @pytest.mark.parametrize("kind", ["tcp"])
 def test_snapshots_travel_between_ranks(channels, device):
-    ends = channels(sizes=(1 << 16,), credits=1)
+    ends = channels(sizes=(1 << 16,), window=1)
     plan = plan_of(torch.zeros(1 << 16))
     pools = [SnapshotPool(plan, device, 2) for _ in ends]
     values = [torch.full((1 << 16,), float(rank), device=device) for rank in range(2)]

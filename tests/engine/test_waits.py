@@ -115,28 +115,6 @@ class Holding:
         return getattr(self._inner, name)
 
 
-def test_a_round_that_does_not_leave_in_time_is_late_and_the_step_goes_on():
-    """The second one: its step waits for a part, then for a snapshot."""
-    ended = threading.Event()
-
-    def use(me):
-        for _ in range(2):
-            me.group.barrier()
-            me.train()
-        me.group.barrier()
-        ended.set()
-        return me.session.stats().late_rounds
-
-    for late in run_sessions(
-        2,
-        use,
-        wrap=lambda link: Holding(link, ended),
-        mode=gg.Overlap(deadline_seconds=1.0, floor_seconds=1.0),
-        heartbeats=None,
-    ):
-        assert late >= 1
-
-
 def test_a_partner_that_takes_nothing_holds_up_no_round_for_good():
     ended = threading.Event()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Group, Header
+from gossipgrad.comm import Group, Header, Kind
 from gossipgrad.decentralized._reference_stale import StaleReference
 from support.ranks import run_ranks
 from support.replicas import OptimizerFactory, network, set_gradients, sgd
@@ -72,17 +72,29 @@ class Scripted:
         """All ranks step together, and each part is mixed `rounds` rounds after it could be."""
         start = max(self.steps)
         for step in range(start, start + steps):
-            for link, queue in self.wires.under_way.items():
-                while queue and Header.unpack(queue[0].header).round <= step - rounds:
-                    self.wires.deliver(*link)
+            arrives = True
+            while arrives:  # READY, and then the part
+                arrives = False
+                for link, queue in self.wires.under_way.items():
+                    while queue and self._is_due(queue[0], step - rounds):
+                        self.wires.deliver(*link)
+                        arrives = True
+                for session in self.sessions:
+                    session._rounds.channel.poll()
             for rank in range(len(self.models)):
                 self.step(rank, gradients)
 
+    def _is_due(self, message, last_round: int) -> bool:
+        header = Header.unpack(message.header)
+        return header.kind is Kind.READY or header.round <= last_round
+
     def drain(self) -> None:
         """Brings everything everywhere, and lets every rank mix what there is."""
-        self.wires.deliver_all()
+        while any(self.wires.under_way.values()):  # a part leaves when the other end is ready
+            self.wires.deliver_all()
+            for session in self.sessions:
+                session._rounds.channel.poll()
         for session in self.sessions:
-            session._rounds.channel.poll()
             session._rounds.drain(0.0)
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from gossipgrad.comm._buckets import fitting_bucket_bytes as fitting_bucket_byte
 from gossipgrad.comm._buckets import is_sharded as is_sharded
 from gossipgrad.comm._buckets import local as local
 from gossipgrad.comm._channel import Channel as Channel
+from gossipgrad.comm._exchange import Exchange as Exchange
+from gossipgrad.comm._exchange import Outcome as Outcome
 from gossipgrad.comm._faults import Faults as Faults
 from gossipgrad.comm._faults import FaultyTransport as FaultyTransport
 from gossipgrad.comm._faults import ScriptedDeathError as ScriptedDeathError
@@ -26,8 +28,6 @@ from gossipgrad.comm._interface import here as here
 from gossipgrad.comm._interface import interface_towards as interface_towards
 from gossipgrad.comm._interface import joining_address as joining_address
 from gossipgrad.comm._interface import set_gloo_interface as set_gloo_interface
-from gossipgrad.comm._ledger import Exchange as Exchange
-from gossipgrad.comm._ledger import Outcome as Outcome
 from gossipgrad.comm._mailbox import Mail as Mail
 from gossipgrad.comm._mailbox import Mailbox as Mailbox
 from gossipgrad.comm._mean import distance_to_mean as distance_to_mean

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
 
-from gossipgrad.comm._grants import Grants
-from gossipgrad.comm._ledger import LOST, Exchange, Ledger, Outcome, place
+from gossipgrad.comm._exchange import LOST, Exchange, Ledger, Outcome, Position, Posted
 from gossipgrad.comm._membership import Liveness
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
@@ -24,16 +24,18 @@ logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 2.0  # until the others have read LEAVE, which their threads of links do at once
 _LEFT = "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, to notice Ctrl-C and silent deaths
+_LISTEN_SECONDS = 0.1  # of one poll of the thread that receives, for which closing waits
 _END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`
 
 
 class Channel:
     """Exchanges buckets with partners, one round after the other.
 
-    An exchange counts iff both ends sent their part, in the same era: a generation of the
-    membership and an epoch (between two collectives) in it. A rank voids a round only before
-    sending, and notifies the partner. Every message is checked against the plan before it is kept:
-    run, sender, bucket, dtype and size; any other is dropped and counted in `refused`.
+    An exchange counts iff both ends said READY (`_exchange.py`), in the same era: a generation of
+    the membership and an epoch (between two collectives) in it. A part leaves when its receiver is
+    ready, and is received into the memory that was posted for it. Every message is checked against
+    the plan before it is kept: run, sender, bucket, dtype and size; any other is dropped and
+    counted in `refused`.
 
     When a peer is late, `take` returns `LATE` at the deadline and the exchange stays open. When it
     died or left, its open exchanges end as `DEAD_PEER`; no call raises for that.
@@ -42,8 +44,7 @@ class Channel:
         transport: Moves the bytes.
         run: 16 bytes that identify this run's messages.
         plan: dtype and size of each bucket, equal on all ranks.
-        credits: Rounds that may be open on one link; a further one is void immediately. This bounds
-            the memory: `credits + 1` snapshots.
+        window: Rounds that may be open on one link; a further one is void immediately.
         generation: The generation of this rank's membership at the start.
         liveness: Notified of ranks that left or died, and of later generations.
         peers: For a joiner, the living ranks; it takes part in rounds after `arrive`. None: all
@@ -51,7 +52,6 @@ class Channel:
 
     Attributes:
         heard: The highest round that a message has named, -1 before any.
-        bytes_sent: Of payloads that were posted to peers.
         bytes_received: Of payloads of rounds.
         refused: How many messages were dropped.
     """
@@ -62,21 +62,22 @@ class Channel:
         *,
         run: bytes,
         plan: Sequence[Part],
-        credits: int = 1,
+        window: int = 1,
         generation: int = 0,
         liveness: Liveness | None = None,
         peers: Collection[int] | None = None,
     ) -> None:
         if len(run) != 16:
             raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
-        if credits < 1:
-            raise ValueError(f"credits must be at least 1, got {credits}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
         self.rank, self.world_size = transport.rank, transport.world_size
         self.largest_bytes: int | None = getattr(transport, "max_payload_bytes", None)
-        self.plan, self.credits = tuple(plan), credits
+        self.plan, self.window = tuple(plan), window
         self.generation, self.epoch = generation, 0
         self.heard = -1
-        self.bytes_sent = self.bytes_received = self.refused = 0
+        self.bytes_received = self.refused = 0
+        self._posted_bytes = 0  # to be sent, less what a ledger that was replaced has dropped
         self.transport, self.run = transport, run
         self.closed, self._process = False, os.getpid()
         self._lock = threading.RLock()
@@ -89,27 +90,38 @@ class Channel:
         self._arrived = peers is None
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._outboxes: dict[int, Outbox] = {}  # of links that are open
-        self._grants = Grants(self._changed, self._ledgers, self._say)
-        self._last = -1  # position of the last round that was posted here
+        self._last = Position(0, 0, -1)  # the last round that was posted here
+        self._listens = not getattr(transport, "by_hand", False)
+        self._thread: threading.Thread | None = None  # receives while training computes
+        self._error: BaseException | None = None  # of that thread
         self._later_epoch = 0  # of a peer that takes part in rounds of it
         self._accept_mail: Callable[[Header, Tensor | None], None] | None = None
+        if hasattr(transport, "receive_into"):
+            transport.receive_into(self._memory_for)
 
     @property
-    def early_bytes(self) -> int:
-        """Bytes of the parts that arrived before this rank posted their round."""
+    def bytes_sent(self) -> int:
+        """Bytes of payloads that were posted to peers and not voided."""
         with self._lock:
-            return sum(
-                part.nbytes
-                for ledger in self._ledgers.values()
-                for of_round in ledger.early.values()
-                for part in of_round.values()
-            )
+            return self._posted_bytes - sum(each.kept_bytes for each in self._ledgers.values())
 
     @property
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, and which of the two."""
         with self._lock:
             return {peer: to.gone for peer, to in self._ledgers.items() if to.gone is not None}
+
+    def counts_without(self, exchanges: Iterable[Exchange]) -> dict[str, int]:
+        """Return `bytes_sent`, `bytes_received` and `refused` as if exchanges were not posted."""
+        with self._lock:
+            sizes = [(each, self.plan[each.bucket].size_bytes) for each in exchanges]
+            sent = sum(size_bytes for each, size_bytes in sizes if each.gives)
+            arrived = sum(s for each, s in sizes if each.outcome is Outcome.DELIVERED)
+            return {
+                "bytes_sent": self.bytes_sent - sent,
+                "bytes_received": self.bytes_received - arrived,
+                "refused": self.refused,
+            }
 
     # -- rounds -----------------------------------------------------------------------------
 
@@ -121,19 +133,25 @@ class Channel:
         *,
         send_to: int | None,
         recv_from: int | None,
+        into: Tensor | None = None,
         ready: Callable[[], None] | None = None,
+        on_arrival: Callable[[], None] | None = None,
     ) -> Exchange:
-        """Send this rank's part of a bucket and expect the partner's; return immediately.
+        """Say READY for a bucket; return immediately. The parts move when the partner is ready.
 
         Args:
             round: The round; on one link, rounds are posted in rising order.
             bucket: Index into the plan.
-            payload: Flat, contiguous, in host memory, as the plan says. It must not be written
-                before `exchange.ticket.done`.
+            payload: This rank's part: flat, contiguous, in host memory, as the plan says. It must
+                not be written before `exchange.ticket.done`.
             send_to: The rank to send this part to, None for none.
             recv_from: The rank to expect a part from, None for none.
+            into: Memory for the partner's part, like `payload`, where the transport can receive
+                into it; it must not be used before the exchange has ended, or the partner may still
+                write it after `cancel`. None: a tensor of its own.
             ready: Called in a background thread before sending; returns when `payload` is filled
                 (a copy from an accelerator, say).
+            on_arrival: Called in a background thread when the partner's part has arrived.
 
         Raises:
             ValueError: If the payload does not fit the plan.
@@ -142,37 +160,51 @@ class Channel:
         self.plan[bucket].check(payload, bucket)
         is_member = self._liveness.is_member()
         with self._lock:
+            self._check()
             self._follow_epoch(round)
-            exchange = Exchange(round, bucket, send_to, recv_from, self._place(round))
+            exchange = Exchange(self._at(round), bucket, send_to, recv_from, payload, into, ready)
+            exchange.on_arrival = on_arrival
             if self.closed or not is_member:
+                exchange.payload = exchange.ready = None
                 exchange.finish(Outcome.VOID)
                 if not self.closed:
                     self.void(round, send_to)  # otherwise the receiver waits for it
                 return exchange
             self._last = max(self._last, exchange.at)
-            self._grants.answer(self._last)
+            if send_to is not None:
+                exchange.expect_to_send()
+            for peer in {recv_from, send_to}:
+                if peer is not None:
+                    self._post(exchange, peer)
             if recv_from is None:
                 exchange.finish(Outcome.DELIVERED)
-            else:
-                self._ledgers[recv_from].post(exchange, credits=self.credits)
-                if exchange.outcome in (Outcome.VOID, Outcome.DEAD_PEER) and send_to == recv_from:
-                    self.void(round, send_to)
-                    return exchange
-                if exchange.open:
-                    self.watch(recv_from)
-            if send_to is not None:
-                self._check()
-                header = self._header(Kind.DATA, round, bucket, self.plan[bucket])
-                exchange.ticket = self._send(send_to, header, payload, ready)
+            self._listen()
         return exchange
 
-    def turn(self, round: int, send_to: int) -> Callable[[float], None]:
-        """Return a function that delays a part until earlier rounds no longer use the link.
+    def _post(self, exchange: Exchange, peer: int) -> None:
+        """Say READY to one of an exchange's peers, and send the part if it is ready, too."""
+        ledger = self._ledgers[peer]
+        sends, receives = peer == exchange.send_to, peer == exchange.recv_from
+        if not ledger.post(exchange, sends=sends, receives=receives, window=self.window):
+            if sends:
+                self.void(exchange.round, peer)
+            return
+        self._posted_bytes += sends * self.plan[exchange.bucket].size_bytes
+        self.watch(peer)
+        at, bucket = exchange.at, exchange.bucket
+        self._send(peer, self._header(Kind.READY, at.round, bucket))
+        if (at, bucket) in ledger.awaited and (posted := ledger.agree(at, bucket)) is not None:
+            self._leave(peer, posted)
 
-        A background thread calls it before sending. It returns when the receiver's link is free,
-        the round is void, or the seconds passed to it are over.
-        """
-        return self._grants.turn(send_to, self._place(round))
+    def _leave(self, peer: int, posted: Posted) -> None:
+        """Send this rank's part of an exchange that both ends are ready for."""
+        exchange = posted.exchange
+        if posted.sends:
+            part = self.plan[exchange.bucket]
+            header = self._header(Kind.DATA, exchange.round, exchange.bucket, part, exchange.at.era)
+            assert exchange.payload is not None
+            exchange.leave(self._send(peer, header, exchange.payload, exchange.ready))
+            self._ledgers[peer].sent(posted)
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Wait for the partner's part, at most `timeout_seconds`; `LATE` leaves the exchange open.
@@ -181,6 +213,7 @@ class Channel:
             GossipError: If a part of this rank could not be sent.
         """
         deadline, left = time.perf_counter() + timeout_seconds, 0.0
+        self._check()
         while exchange.open and left >= 0:
             self.poll(min(left, _WAKE_SECONDS), exchange)
             self._check()
@@ -202,6 +235,7 @@ class Channel:
             if self._listener is not None or is_served():
                 return
             self._listener = threading.get_ident()
+        arrived: list[Exchange] = []
         try:
             events = self.transport.receive(max(0.0, deadline - time.perf_counter()))
             with self._lock:
@@ -209,33 +243,40 @@ class Channel:
                     if isinstance(event, Lost):
                         self._lose(event.peer, LOST)
                     else:
-                        self._accept(event)
+                        arrived.extend(self._accept(event))
                 for peer in self._peers.intersection(self._liveness.expelled()):
                     if self._ledgers[peer].gone is None:
                         self._lose(peer, LOST)
-                self._grants.answer(self._last)
         finally:
             with self._changed:
                 self._listener = None
                 self._changed.notify_all()
+        for exchange in arrived:
+            if exchange.on_arrival is not None:
+                exchange.on_arrival()
 
     def cancel(self, exchange: Exchange) -> None:
-        """End an open exchange as void; the partner's part is dropped if it arrives."""
+        """End an open exchange as void, on both ends if the partner has not said READY.
+
+        Otherwise the partner counts it, and its part is dropped.
+        """
         with self._lock:
             if exchange.open:
                 assert exchange.recv_from is not None
-                self._ledgers[exchange.recv_from].cancel(exchange)
+                if self._ledgers[exchange.recv_from].cancel(exchange):
+                    at, bucket = exchange.at, exchange.bucket
+                    header = self._header(Kind.WITHDRAW, at.round, bucket, era=at.era)
+                    self._send(exchange.recv_from, header)
 
     def void(self, round: int, send_to: int | None) -> None:
         """Void a round before any part of it was sent, and notify `send_to`."""
         if send_to is None:
             return
         with self._lock:
-            ledger, at = self._ledgers[send_to], self._place(round)
+            ledger, at = self._ledgers[send_to], self._at(round)
             if ledger.gone is None and at > ledger.given_up:
                 ledger.given_up = at
-                ledger.prune(before=at + 1)
-                self._grants.release(at)
+                ledger.prune(before=at.next)
                 self._notify(Kind.VOID, [send_to], round)
 
     # -- collectives and generations --------------------------------------------------------
@@ -243,10 +284,10 @@ class Channel:
     def fence(self) -> int:
         """Begin a collective: enter the next epoch, notify all peers, and return the epoch.
 
-        This rank sends no further part of earlier epochs. Partners that are rounds ahead see those
-        rounds as void instead of waiting for this rank; an exchange that both ends sent still
-        counts. If the collective fails, rounds continue in this epoch: a peer that has not entered
-        it does so after its first round with this rank, which is void.
+        This rank says READY to no further round of earlier epochs. Partners that are rounds ahead
+        see those rounds as void instead of waiting for this rank; an exchange that both ends are
+        ready for still counts. If the collective fails, rounds continue in this epoch: a peer that
+        has not entered it does so after its first round with this rank, which is void.
         """
         with self._lock:
             self._enter_era(self.generation, self.epoch + 1)
@@ -265,7 +306,7 @@ class Channel:
             self.heard = next_round - 1
             for peer in epochs.keys() - {self.rank}:
                 # Its FENCE may arrive after the end of this collective.
-                self._ledgers[peer].latest = max(self._ledgers[peer].latest, self._place(0))
+                self._ledgers[peer].latest = max(self._ledgers[peer].latest, self._at(0))
 
     def restart(self, next_round: int, members: Iterable[int]) -> None:
         """Restart at a lower round in a new epoch; all ranks together, after a collective."""
@@ -274,7 +315,7 @@ class Channel:
     def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
         """Enter another generation from `next_round` on, and notify its members.
 
-        An exchange in flight with a member counts if both sent their part before they entered; one
+        An exchange in flight with a member counts if both were ready before they entered; one
         with any other rank is over. Rounds with a peer are void until it has entered, too. Broken
         links between living ranks are reopened.
         """
@@ -284,6 +325,7 @@ class Channel:
             if getattr(self.transport, "reopens", False):
                 for peer in peers:
                     if self._ledgers[peer].gone == LOST:
+                        self._posted_bytes -= self._ledgers[peer].kept_bytes
                         self._ledgers[peer] = Ledger()
                         self._outboxes.pop(peer, None)
             self._peers |= peers
@@ -304,8 +346,7 @@ class Channel:
         """Continue with other buckets; all ranks together, between rounds, with nothing open."""
         with self._lock:
             for ledger in self._ledgers.values():
-                assert not ledger.open, "exchanges are open"
-                ledger.early.clear()
+                assert not ledger.posted, "exchanges are open"
             self.plan = tuple(plan)
 
     def close(self, linger_seconds: float = 2.0) -> None:
@@ -319,11 +360,10 @@ class Channel:
             if self.closed:
                 return
             self.closed = True
-            self._grants.release(self._last)
             for ledger in self._ledgers.values():
-                for of_round in [*ledger.open.values()]:
-                    for exchange in [*of_round.values()]:
-                        ledger.cancel(exchange)
+                for posted in ledger.all_posted():
+                    if posted.receives:
+                        ledger.cancel(posted.exchange)
         deadline = time.perf_counter() + linger_seconds
         with ExitStack() as at_last:  # in reverse order; all run, even after an interrupt
             at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))
@@ -355,16 +395,25 @@ class Channel:
         with self._lock:
             if self.closed:
                 return []
-            return [self._send(peer, header, values) for peer in {*peers} - {self.rank}]
+            living = [p for p in {*peers} - {self.rank} if self._ledgers[p].gone is None]
+            self._posted_bytes += len(living) * header.size_bytes
+            return [self._send(peer, header, values) for peer in living]
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _place(self, round: int) -> int:
-        return place(self.generation, self.epoch, round)
+    def _at(self, round: int) -> Position:
+        return Position(self.generation, self.epoch, round)
 
-    def _header(self, kind: Kind, round: int, bucket: int = 0, part: Part | None = None) -> Header:
+    def _header(
+        self,
+        kind: Kind,
+        round: int,
+        bucket: int = 0,
+        part: Part | None = None,
+        era: tuple[int, int] | None = None,
+    ) -> Header:
         dtype, size_bytes = (None, 0) if part is None else (part.dtype, part.size_bytes)
-        era = self.generation, self.epoch
+        era = era or (self.generation, self.epoch)
         return Header(kind, self.run, self.rank, *era, round, bucket, dtype, size_bytes)
 
     def _outbox(self, peer: int) -> Outbox:
@@ -381,21 +430,32 @@ class Channel:
     ) -> Ticket:
         if self._ledgers[peer].gone is not None:
             return Sent()
-        self.bytes_sent += header.size_bytes
         return self._outbox(peer).send(header.pack(), payload, ready)
 
     def _notify(self, kind: Kind, peers: Iterable[int], round: int) -> None:
         for peer in {*peers} - {self.rank}:
             self._send(peer, self._header(kind, round))
 
-    def _say(self, kind: Kind, peer: int, at: int) -> None:
-        """Send `ASK` or `GO` for a round of this era, ahead of waiting parts."""
-        round = at - self._place(0)
-        if round >= 0 and self._ledgers[peer].gone is None:
-            self._outbox(peer)
-            self.transport.send(peer, self._header(kind, round).pack())
+    def _listen(self) -> None:
+        """Receive in a thread, too: a part leaves when the partner's READY arrives."""
+        if self._thread is None and self._listens:
+            self._thread = threading.Thread(
+                target=self._receive, name="gossipgrad-channel", daemon=True
+            )
+            self._thread.start()
+
+    def _receive(self) -> None:
+        try:
+            while not self.closed:
+                self.poll(_LISTEN_SECONDS)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
         for outbox in [*self._outboxes.values()]:
             outbox.check()
 
@@ -403,13 +463,12 @@ class Channel:
         if generation > self.generation:
             self._later_epoch = 0
         self.generation, self.epoch = generation, epoch
-        self._grants.release(self._last)
         for ledger in self._ledgers.values():
-            ledger.prune(before=self._place(0))
+            ledger.prune(before=self._at(0))
 
     def _follow_epoch(self, round: int) -> None:
         """Enter the epoch of a peer whose collective failed; between two rounds."""
-        if self._later_epoch > self.epoch and self._place(round) > self._last:
+        if self._later_epoch > self.epoch and self._at(round) > self._last:
             self._enter_era(self.generation, self._later_epoch)
 
     def _read(self, arrival: Received) -> tuple[Header, Tensor | None]:
@@ -425,26 +484,47 @@ class Channel:
         is_known = header.sender in self._peers or header.generation > self.generation
         if header.sender == self.rank or not is_known:
             raise WireError(f"rank {header.sender} is no peer of this run")
+        is_planned = header.round >= 0 and header.bucket < len(self.plan)
+        if header.kind in (Kind.DATA, Kind.READY, Kind.WITHDRAW) and not is_planned:
+            raise WireError(f"round {header.round}, bucket {header.bucket} is not in the plan")
         if header.kind is Kind.DATA:
-            if header.round < 0 or header.bucket >= len(self.plan):
-                raise WireError(f"round {header.round}, bucket {header.bucket} is not in the plan")
             payload = self.plan[header.bucket].read(header, payload)
         elif payload is not None and header.kind is not Kind.MAIL:
             raise WireError(f"a {header.kind.name} message carries no payload")
         return header, payload
 
-    def _accept(self, arrival: Received) -> None:
+    def _memory_for(self, header_bytes: bytes, size_bytes: int) -> Tensor | None:
+        """Return the posted memory for a part that arrives, as bytes; in the transport's thread."""
+        try:
+            header = Header.unpack(header_bytes)
+        except WireError:
+            return None
+        if header.kind is not Kind.DATA or header.run != self.run:
+            return None
+        at = Position(header.generation, header.epoch, header.round)
+        with self._lock:
+            ledger = self._ledgers.get(header.sender)
+            exchange = None if ledger is None else ledger.awaits(at, header.bucket)
+            if exchange is None or exchange.into is None or exchange.into.nbytes != size_bytes:
+                return None
+            into, exchange.into = exchange.into, None  # once
+            return into.view(torch.uint8)
+
+    def _accept(self, arrival: Received) -> list[Exchange]:
+        """Handle a message; return the exchange whose part it was, if any."""
         try:
             header, payload = self._read(arrival)
             if header.generation > self.generation:
                 self._liveness.hear_generation(header.generation)
-            self._handle(header, payload)
+            exchange = self._handle(header, payload)
+            return [] if exchange is None else [exchange]
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
+            return []
 
-    def _handle(self, header: Header, payload: Tensor | None) -> None:
-        """Handle a message of this run.
+    def _handle(self, header: Header, payload: Tensor | None) -> Exchange | None:
+        """Handle a message of this run; return the exchange whose part it was, if any.
 
         Raises:
             WireError: Its sender is gone, or its payload cannot be kept.
@@ -458,7 +538,7 @@ class Channel:
                 ledger.was_notified = True
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
             raise WireError(f"rank {peer} {ledger.gone}")
-        at = place(header.generation, header.epoch, header.round)
+        at = Position(header.generation, header.epoch, header.round)
         if kind is Kind.MAIL:
             if self._accept_mail is None:
                 raise WireError("there is no mailbox")
@@ -469,26 +549,29 @@ class Channel:
             if header.generation >= self.generation:  # otherwise the link was reopened since
                 ledger.was_notified = True
                 self._lose(peer, LOST)
-        elif kind in (Kind.ASK, Kind.GO):
-            self._grants.hear(kind, peer, at)
+        elif kind is Kind.WITHDRAW:
+            ledger.take_back(at, header.bucket)
+        elif kind is Kind.DATA:
+            assert payload is not None
+            self.bytes_received += header.size_bytes
+            return ledger.deliver(at, header.bucket, payload)
         else:
-            ledger.advance(at + 1 if kind is Kind.VOID else at)
-            if at >= self._place(0):  # in an earlier era the sender may be a lost rank
+            ledger.advance(at.next if kind is Kind.VOID else at)
+            if at >= self._at(0):  # in an earlier era the sender may be a lost rank
                 self.heard = max(self.heard, header.round)
             if kind is not Kind.FENCE and header.generation == self.generation:
                 self._later_epoch = max(self._later_epoch, header.epoch)
-            if kind is Kind.DATA:
-                assert payload is not None
-                self.bytes_received += header.size_bytes
-                if not ledger.deliver(at, header.bucket, payload):
-                    raise WireError(f"round {header.round} is too far ahead")
+            if kind is Kind.READY and (posted := ledger.agree(at, header.bucket)) is not None:
+                self._leave(peer, posted)
+        return None
 
     def _lose(self, peer: int, how: str) -> None:
         ledger = self._ledgers[peer]
         self.transport.forget(peer)
         if ledger.gone is not None:
             return
-        level = logging.INFO if how == _LEFT else logging.WARNING
+        # Once this rank has left, the others end their links.
+        level = logging.INFO if how == _LEFT or self.closed else logging.WARNING
         logger.log(level, "rank %d %s; rank %d continues without it", peer, how, self.rank)
         ledger.end(how)
         if peer in self._outboxes:
@@ -499,7 +582,8 @@ class Channel:
 
     def _is_all_sent(self) -> bool:
         with self._lock:
-            return all(outbox.is_empty for outbox in self._outboxes.values())
+            waits = any(p.sends for each in self._ledgers.values() for p in each.all_posted())
+            return not waits and all(outbox.is_empty for outbox in self._outboxes.values())
 
     def _drain(self, deadline: float) -> None:
         with self._lock:

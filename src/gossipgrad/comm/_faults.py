@@ -41,19 +41,19 @@ class Faults:
     kills: dict[int, int] = field(default_factory=dict)
 
     def drop(self, *, rank: int, round: int) -> "Faults":
-        """Drop the messages that `rank` sends in `round`."""
+        """Drop the parts that `rank` sends in `round`."""
         self.drops.add((rank, round))
         return self
 
     def delay(self, *, rank: int, round: int, seconds: float) -> "Faults":
-        """Deliver messages that `rank` sends in `round` `seconds` later; the rank does not wait."""
+        """Deliver the parts that `rank` sends in `round` `seconds` later; it does not wait."""
         if seconds < 0:
             raise ValueError(f"seconds must not be negative, got {seconds}")
         self.delays[rank, round] = seconds
         return self
 
     def kill(self, *, rank: int, round: int) -> "Faults":
-        """Kill `rank` just before it sends its part of `round`; it notifies nobody."""
+        """Kill `rank` just before it says READY for `round`; it notifies nobody."""
         self.kills[rank] = min(round, self.kills.get(rank, round))
         return self
 
@@ -144,11 +144,12 @@ class FaultyTransport:
         if self._dead.is_set():
             return Sent()
         what, ready = Header.unpack(header), None
+        at = self.rank, what.round
+        kill = self._faults.kills.get(self.rank, what.round + 1)
+        if what.kind in (Kind.READY, Kind.DATA) and what.round >= kill:
+            self._end(0.0)
+            raise ScriptedDeathError(f"rank {at[0]} was killed by script in round {at[1]}")
         if what.kind is Kind.DATA:
-            at = self.rank, what.round
-            if what.round >= self._faults.kills.get(self.rank, what.round + 1):
-                self._end(0.0)
-                raise ScriptedDeathError(f"rank {at[0]} was killed by script in round {at[1]}")
             if at in self._faults.drops:
                 return Sent()
             if at in self._faults.delays:

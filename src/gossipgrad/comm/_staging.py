@@ -103,11 +103,17 @@ class SnapshotPool:
         self._limit = limit
         self._all: list[Snapshot] = []
         self._used: set[int] = set()
+        self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
 
     @property
     def size_bytes(self) -> int:
         """Memory of all snapshots made so far."""
         return sum(snapshot.size_bytes for snapshot in self._all)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory kept for parts that will be received."""
+        return sum(memory.nbytes for spare in [*self._spare.values()] for memory in [*spare])
 
     @property
     def limit_bytes(self) -> int:
@@ -136,6 +142,15 @@ class SnapshotPool:
                 return None
             else:
                 wait()
+
+    def lend(self, bucket: int) -> Tensor:
+        """Return memory in which a part of a bucket may be received; in host memory."""
+        spare, part = self._spare.get(bucket), self._plan.parts[bucket]
+        return spare.pop() if spare else torch.empty(part.numel, dtype=part.dtype, device="cpu")
+
+    def give_back(self, bucket: int, memory: Tensor) -> None:
+        """Take back memory that nothing reads or writes any more."""
+        self._spare.setdefault(bucket, []).append(memory)
 
     def release(self, snapshot: Snapshot) -> None:
         """Return a snapshot to the pool; it is reused after its tickets are done."""

@@ -50,6 +50,9 @@ _PING = b"gossipgrad ping"
 _PING_SECONDS, _PING_POLL_SECONDS = 10.0, 0.05
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
 
+Memory = Callable[[bytes, int], Tensor | None]
+"""Where to receive the payload of a message with this header, of so many bytes."""
+
 _all: "weakref.WeakSet[_Links]" = weakref.WeakSet()
 
 
@@ -108,6 +111,7 @@ class _Links:
     ) -> None:
         self.rank, self.access, self.most_bytes = rank, access, most_bytes
         self.links: dict[int, _Link] = {}
+        self.memory: Memory = lambda header, size_bytes: None
         self.is_closed = False  # no message is taken any more
         self.filled = threading.Condition(threading.RLock())
         self.events: list[Received | Lost] = []
@@ -292,6 +296,7 @@ class _Links:
             access=self.access,
             most_bytes=self.most_bytes,
             admit=self._admit,
+            memory=lambda header, size_bytes: self.memory(header, size_bytes),
         )
 
     def _add(self, connection: Connection, *, begins: bool) -> None:
@@ -597,6 +602,10 @@ class TCPTransport:
         known = self.introductions.setdefault(rank, [endpoint, fingerprint])
         if known[0] != endpoint:
             raise AgreementError(f"rank {rank} is known already, and listens elsewhere")
+
+    def receive_into(self, memory: "Memory") -> None:
+        """Receive payloads where `memory` says; it is called in the thread of the links."""
+        self._links.memory = memory
 
     def open(self, peer: int) -> None:
         """Connect to `peer` and watch the connection, if its address is known."""

@@ -126,6 +126,7 @@ class Connection:
         access: Proves the secret.
         most_bytes: A message with a larger payload ends the connection.
         admit: Called when an accepted connection has proven its rank; returns whether it is taken.
+        memory: Returns where to receive the payload of a message, None for memory of its own.
 
     Attributes:
         peer: The rank at the other end; of an accepted connection only when it has proven it.
@@ -144,11 +145,13 @@ class Connection:
         access: Access,
         most_bytes: int,
         admit: Callable[["Connection"], bool],
+        memory: Callable[[bytes, int], Tensor | None],
     ) -> None:
         self.sock, self.peer, self.is_dialled = sock, peer, peer is not None
         self.is_up = self.writes = False
         self.arrived: list[Received] = []
         self._rank, self._access, self._most_bytes, self._admit = rank, access, most_bytes, admit
+        self._memory = memory
         self._script = self._dial() if self.is_dialled else self._answer()
         self._wanted = memoryview(b"")
 
@@ -246,7 +249,9 @@ class Connection:
             yield memoryview(header)
             payload = None
             if size_bytes:
-                payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+                payload = self._memory(bytes(header), size_bytes)
+                if payload is None:
+                    payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
                 yield view_of(payload)
             if header or payload is not None:
                 self.arrived.append(Received(bytes(header), payload))

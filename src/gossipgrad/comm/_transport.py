@@ -74,7 +74,8 @@ class Transport(Protocol):
 
     Messages between two ranks arrive once and in order or, if the peer dies, not at all. `send`
     may be called from any thread, `receive` from one at a time. A transport whose links can be
-    reopened after `forget` has an attribute `reopens = True`.
+    reopened after `forget` has an attribute `reopens = True`; one that delivers only what a test
+    lets it has `by_hand = True`, and no thread receives from it.
     """
 
     rank: int

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["DTYPES", "FLOATING", "Header", "Kind", "Part", "WireError"]
 
 _MAGIC = b"gossip"
-_VERSION = 5
+_VERSION = 6
 _FIXED = struct.Struct("!6sBBB16sIIIqIQ")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -29,8 +29,8 @@ class Kind(enum.IntEnum):
     FENCE = 3  # the sender is at `round` of this epoch, and sends no further part of earlier ones
     LEAVE = 4  # the sender leaves
     PART = 5  # the sender has lost its link to the receiver, and no longer receives from it
-    ASK = 6  # may the sender send its part of `round`?
-    GO = 7  # it may
+    READY = 6  # the sender has posted `bucket` of `round`: the receiver may send its part
+    WITHDRAW = 7  # the sender takes that back, and sends no part itself
     MAIL = 8  # version `round` of the tensor with key `bucket`, for the mailbox
 
 

@@ -8,14 +8,15 @@ Letters are those of `_reference`; in addition
 
 Rules
     R10 Rounds. After a step t_r <- max(own + 1, h_r); the rounds between are void.
-    R11 Void. A rank voids a round only before it sends its part, and notifies the partner. It does
-        so if the partner has voided it already, if |X_r| = d + 1, or if a round of the same partner
+    R11 Void. A rank voids a round only before it says READY, and notifies the partner. It does so
+        if the partner has voided it already, if |X_r| = d + 1, or if a round of the same partner
         has been in X_r for more than d of r's own rounds.
-    R12 Exchange. x_r = q(w_r) is sent and put into X_r. When y_s of the same round
-        arrives, however late: w_r <- w_r + a (y_s - x_r), once, and the round leaves X_r. When the
-        partner voids the round, it leaves X_r and nothing is mixed.
-    R13 Links. Messages of one rank to another arrive in order, of rising rounds: when a
-        message arrives, every earlier round that r still awaits is void.
+    R12 Exchange. x_r = q(w_r) is put into X_r, and r says READY. When s says READY, too, now or
+        before, x_r is sent. When y_s of the same round arrives, however late:
+        w_r <- w_r + a (y_s - x_r), once, and the round leaves X_r. When the partner voids the
+        round, it leaves X_r and nothing is mixed.
+    R13 Links. Messages of one rank to another arrive in order, of rising rounds: when READY or a
+        notice of a later round arrives, every earlier round that s was not ready for is void.
     R14 Weight. a = min(1/2, 0.65 sin(pi / (4 d + 2))), whatever the delay, so that both ends take
         the same; of a matrix at most that.
 So the sum over ranks of w plus the differences still to be mixed is that of the local updates.
@@ -37,10 +38,11 @@ __all__ = ["StaleReference"]
 
 @dataclass(frozen=True)
 class Message:
-    """A part, or with `x` None a notice that the round is void."""
+    """READY, a part, or a notice that the round is void."""
 
     t: int
-    x: Values | None
+    x: Values | None = None
+    is_void: bool = False
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Sent:
     s: int
     x: Values
     at: int  # the number of r's own rounds when it was sent
+    agreed: bool = False  # s has said READY
     y: Values | None = None
 
 
@@ -61,7 +64,7 @@ class Rank:
     h: int = -1
     own: int = 0
     sent: dict[int, Sent] = field(default_factory=dict)  # X_r
-    early: dict[tuple[int, int], Values] = field(default_factory=dict)  # (s, t): y
+    ready: set[tuple[int, int]] = field(default_factory=set)  # (s, t)
     void: set[tuple[int, int]] = field(default_factory=set)  # (s, t)
     inbox: list[tuple[int, Message]] = field(default_factory=list)
 
@@ -90,9 +93,11 @@ class StaleReference:
         >>> optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         >>> reference = StaleReference(models, optimizers, matching(2), max_staleness=0)
         >>> reference.deliver(0, 1)
-        >>> reference.step(1)  # rank 1 has rank 0's part and moves half way
+        >>> reference.step(1)  # rank 1 hears READY, and sends its part
         >>> reference.deliver(1, 0)
-        >>> reference.step(0)
+        >>> reference.step(0)  # rank 0 has it and moves half way; it has heard READY, too
+        >>> reference.deliver(0, 1)
+        >>> reference.step(1)
         >>> [model.weight.item() for model in models]
         [4.0, 4.0]
     """
@@ -144,25 +149,31 @@ class StaleReference:
     @torch.no_grad()
     def settle(self) -> None:
         """Deliver all messages, and let every rank mix them."""
-        for s, r in list(self.links):
-            self.deliver(s, r)
+        while self.links:
+            for s, r in list(self.links):
+                self.deliver(s, r)
+            for r in range(len(self.ranks)):
+                self._read(r)
         for r in range(len(self.ranks)):
-            self._read(r)
             self._mix(r)
 
     def _read(self, r: int) -> None:
         rank = self.ranks[r]
         for s, message in rank.inbox:
+            if message.x is not None:
+                rank.sent[message.t].y = message.x
+                continue
             rank.h = max(rank.h, message.t)
-            for t in [t for t, sent in rank.sent.items() if sent.s == s and sent.y is None]:
-                if t < message.t or (t == message.t and message.x is None):
+            last = message.t if message.is_void else message.t - 1
+            for t, sent in list(rank.sent.items()):
+                if sent.s == s and not sent.agreed and t <= last:
                     del rank.sent[t]  # R12, R13
-            if message.x is None:
+            if message.is_void:
                 rank.void.add((s, message.t))
             elif message.t in rank.sent:
-                rank.sent[message.t].y = message.x
+                self._agree(r, message.t)
             elif message.t >= rank.t:
-                rank.early[s, message.t] = message.x
+                rank.ready.add((s, message.t))
         rank.inbox = []
 
     def _mix(self, r: int) -> None:
@@ -196,15 +207,21 @@ class StaleReference:
             key: v.to(self.wire_dtype or v.dtype, copy=True)
             for key, v in self._values(r, t).items()
         }
-        rank.sent[t] = Sent(s, x, rank.own, rank.early.pop((s, t), None))
-        self.links[r, s].append(Message(t, x))
-        self._mix(r)
+        rank.sent[t] = Sent(s, x, rank.own)
+        self.links[r, s].append(Message(t))
+        if (s, t) in rank.ready:
+            self._agree(r, t)
+
+    def _agree(self, r: int, t: int) -> None:
+        sent = self.ranks[r].sent[t]
+        sent.agreed = True
+        self.links[r, sent.s].append(Message(t, sent.x))
 
     def _void(self, r: int, t: int) -> None:
         s = self.schedule.peers(t, r).send_to
         if s is not None:
-            self.ranks[r].early.pop((s, t), None)
-            self.links[r, s].append(Message(t, None))
+            self.ranks[r].ready.discard((s, t))
+            self.links[r, s].append(Message(t, is_void=True))
 
     def _values(self, r: int, t: int) -> Values:
         """Return the live tensors that rank r mixes in round t."""

@@ -51,7 +51,7 @@ def connect(
         transport(group, _GROWTH * largest_bytes),
         run=run,
         plan=parts,
-        credits=settings.credits,
+        window=settings.window,
         generation=0 if arrival is None else arrival.membership.generation,
         liveness=liveness,
         peers=None if arrival is None else arrival.membership.living,

@@ -439,8 +439,9 @@ class Flow:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of snapshots, residuals and indices."""
-        return self.pool.size_bytes + sum(bucket.memory_bytes for bucket in self.buckets)
+        """Memory of snapshots, residuals and indices, and for parts that will be received."""
+        held = self.pool.size_bytes + self.pool.spare_bytes
+        return held + sum(bucket.memory_bytes for bucket in self.buckets)
 
     def is_due(self, round: int) -> bool:
         """Whether a round exchanges it."""

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 __all__ = ["Mode", "Overlap", "Stale", "Sync", "check_stale", "resolve_mode"]
 
-MAX_STALENESS = 15  # a link keeps the early parts of 16 rounds
+MAX_STALENESS = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

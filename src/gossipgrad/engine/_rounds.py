@@ -12,8 +12,6 @@ from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.engine._flow import Delta, Flow
-from gossipgrad.engine._listener import Listener
-from gossipgrad.engine._pacing import RoundBefore
 from gossipgrad.engine._transfer import Transfer, earlier_of_partner, release
 from gossipgrad.engine._waits import Deadlines, Patience
 from gossipgrad.topology import Peers, Schedule
@@ -113,8 +111,6 @@ class Rounds:
         self._rank = channel.rank
         self._deadlines = deadlines
         self._recorder = recorder
-        self._listener = Listener(channel)
-        self._sent = RoundBefore()
         self._open: list[Transfer] = []
         self._late: list[Transfer] = []
         self._early_squares: list[Tensor] = []  # of buckets mixed before `close`
@@ -213,21 +209,18 @@ class Rounds:
     def advance(self, flows_of: FlowsOf) -> None:
         """Close the round and open the next.
 
-        A bucket is copied after the one before it is mixed, and sent after all are mixed: earlier
-        it would share the partner's link with the rest of this round.
+        A bucket is copied after the one before it is mixed, and posted after all are mixed: earlier
+        it would share the link with the rest of this round.
 
         Closes before it opens if the next partner is already late, or no snapshot is free.
         """
         following = self._following(flows_of(self.next_round))
-        exposed = self.exposed_seconds
         if following is None:
             self.close()
-            self._sent.end(self.exposed_seconds - exposed)
             self.open(flows_of(self.next_round))
             return
         try:
             self.drain(following=following)
-            self._sent.end(self.exposed_seconds - exposed)
             start = time.perf_counter()
             self.send(list(following.values()))
         except BaseException:
@@ -310,7 +303,6 @@ class Rounds:
                 self.drain(wait_seconds)
             self.cancel()
         finally:
-            self._listener.close()
             self.channel.close(linger_seconds)
 
     def cancel(self) -> None:
@@ -362,24 +354,14 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values, as if the open round were not sent yet."""
-        sent_bytes = arrived_bytes = 0  # of the open round, which is sent again after a resume
-        for transfer in self._open:
-            for place, exchange in transfer.exchanges.items():
-                size_bytes = transfer.flow.parts[place].size_bytes
-                sent_bytes += size_bytes * (transfer.peers.send_to is not None)
-                arrived_bytes += size_bytes * (exchange.outcome is Outcome.DELIVERED)
-        counts = {name: self.count(name) for name in _LINK_COUNTS}
+        # The open round is sent again after a resume.
+        unsent = [each for one in self._open for each in one.exchanges.values()]
+        counts = self.channel.counts_without(unsent)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "outcomes": {outcome.value: count for outcome, count in self.outcomes.items()},
             "pair_distance": self.pair_distance.state_dict(),
-            "links": {
-                **counts,
-                "bytes_sent": counts["bytes_sent"] - sent_bytes,
-                "bytes_received": counts["bytes_received"]
-                - arrived_bytes
-                - self.channel.early_bytes,
-            },
+            "links": {name: self._before[name] + count for name, count in counts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -453,7 +435,6 @@ class Rounds:
                     self.patience.spend(time.perf_counter() - start)
                     release(transfers)
                     return None
-                transfer.behind = self._sent
                 transfers.append(transfer)
         except BaseException:
             release(transfers)
@@ -470,8 +451,6 @@ class Rounds:
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         """Track the transfers of the round that was just sent."""
         self._open.extend(transfers)
-        self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
-        self._listener.expect(transfers)
 
     def _deadline(self, transfer: Transfer) -> float:
         """Return the deadline for the parts of a transfer, for a wait that starts now."""
@@ -490,8 +469,8 @@ class Rounds:
         transfer = self._late.pop(0)
         transfer.cancel()
         logger.warning(
-            "rank %d: gave up round %d with rank %s, which is late; the mean may shift "
-            "by the part that only the partner mixes",
+            "rank %d: gave up round %d with rank %s, which is late; if that has begun to send, "
+            "the mean may shift by the part that only it mixes",
             self._rank,
             transfer.round,
             transfer.peers.recv_from,

@@ -43,7 +43,7 @@ class RoundSettings:
         return self.mode.snapshots if isinstance(self.mode, Stale) else 2
 
     @property
-    def credits(self) -> int:
+    def window(self) -> int:
         """Rounds that may be open on one link."""
         return self.mode.snapshots if isinstance(self.mode, Stale) else 1
 

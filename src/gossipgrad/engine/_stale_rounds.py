@@ -22,11 +22,11 @@ class StaleRounds(Rounds):
     This rank's next round is `max(own + 1, highest received)`. The rounds between are void, and so
     is a round for which no snapshot is free, or whose partner has not answered for more than
     `max_staleness` of this rank's rounds: a partner that hangs holds one or two snapshots, not all.
-    A rank voids a round only before it sends its part and notifies the partner immediately, so an
+    A rank voids a round only before it says READY and notifies the partner immediately, so an
     exchange counts on both ends or on neither. The schedule's pairs must be symmetric.
 
     Args:
-        channel: Exchanges are posted on it; its credits are the mode's snapshots.
+        channel: Exchanges are posted on it; its window is the mode's snapshots.
         schedule: The partners of each round.
         mode: The staleness bound, and the weight that follows from it.
         recorder: Gets the spans, if not None.

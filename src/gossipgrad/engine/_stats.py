@@ -137,7 +137,6 @@ def collect(
         void_rounds=0 if rounds is None else rounds.void_rounds,
         snapshot_limit_bytes=sum(flow.pool.limit_bytes for flow in flows),
         extra_memory_bytes=sum(flow.memory_bytes for flow in flows)
-        + (0 if rounds is None else rounds.channel.early_bytes)
         + sum(transfer.received_bytes for transfer in in_flight),
         clamps=sum(int(bucket.clamped) for flow in flows for bucket in flow.buckets),
         refused_messages=0 if rounds is None else rounds.count("refused"),

@@ -2,15 +2,14 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, stage
+from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, stage
 from gossipgrad.engine._flow import Delta, Flow, Phase, Sendable
-from gossipgrad.engine._pacing import RoundBefore
 from gossipgrad.topology import Peers
 
 __all__ = ["Transfer", "earlier_of_partner", "release"]
@@ -23,7 +22,6 @@ class Transfer:
         exchanges: The exchange of each posted bucket.
         counted: Buckets whose outcome was counted.
         finished: Buckets that are mixed, or whose part will not arrive.
-        behind: The round before, which is sent before this one.
     """
 
     def __init__(
@@ -37,14 +35,13 @@ class Transfer:
         self.exchanges: dict[int, Exchange] = {}
         self.counted: set[int] = set()
         self.finished: set[int] = set()
-        self.behind = RoundBefore()
         self._channel = channel
         self._staged: dict[int, Callable[[], Tensor]] = {}  # parts being copied to an accelerator
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}  # of received parts, by bucket
         self._filled: dict[int, Sendable] = {}
-        self._unprepared: deque[int] = deque()  # posted; parts arrive in the order of posting
-        self._lock = threading.RLock()  # the listener may collect the session
+        self._into: dict[int, Tensor] = {}  # where parts are received
+        self._lock = threading.RLock()  # parts are staged in another thread
         self._is_released = False
 
     @classmethod
@@ -59,11 +56,6 @@ class Transfer:
     def is_finished(self) -> bool:
         """Whether every posted bucket is mixed or void."""
         return len(self.finished) == len(self.exchanges)
-
-    @property
-    def tickets(self) -> list[Ticket]:
-        """Return the tickets of the sent buckets."""
-        return [exchange.ticket for exchange in self.exchanges.values()]
 
     @property
     def received_bytes(self) -> int:
@@ -81,19 +73,21 @@ class Transfer:
         if place not in self._filled:
             self.fill(place)
         payload, filled = self._filled.pop(place)
-        to = self.peers.send_to
-        turn = None if to is None else self._channel.turn(self.round, to)
+        is_on_host = self.flow.device.type == "cpu"
+        if is_on_host and self.peers.recv_from is not None:
+            self._into[place] = self.flow.pool.lend(place)
         exchange = self._channel.post(
             self.round,
             self.flow.buckets[place].number,
             payload,
             send_to=self.peers.send_to,
             recv_from=self.peers.recv_from,
-            ready=self.behind.then(filled, turn),
+            into=self._into.get(place),
+            ready=filled,
+            on_arrival=None if is_on_host else partial(self._stage, place),
         )
         self.snapshot.hold(exchange.ticket)
         self.exchanges[place] = exchange
-        self._unprepared.append(place)
 
     def post_all(self) -> None:
         """Send every bucket that was not sent yet."""
@@ -115,17 +109,6 @@ class Transfer:
         """Wait for all buckets until `deadline` without mixing."""
         for place in self.exchanges:
             self.wait(place, deadline)
-
-    def prepare(self) -> bool:
-        """Compute the deltas of received parts; return whether all arrived. From any thread.
-
-        On an accelerator the deltas belong to the stream of the training step: this only copies
-        received parts to the device.
-        """
-        while self._unprepared and not self.exchanges[self._unprepared[0]].open:
-            place = self._unprepared.popleft()
-            self.delta(place) if self.flow.device.type == "cpu" else self._stage(place)
-        return self._is_released or not self._unprepared
 
     @torch.no_grad()
     def delta(self, place: int) -> Delta | None:
@@ -151,6 +134,8 @@ class Transfer:
         """Drop a received part after it is mixed."""
         self.exchanges[place].received = None
         self._deltas.pop(place, None)
+        if (into := self._into.pop(place, None)) is not None:
+            self.flow.pool.give_back(place, into)
 
     def describe(self, place: int) -> dict[str, object]:
         """Return a finished exchange's attributes for a trace."""
@@ -167,15 +152,17 @@ class Transfer:
 
     def release(self) -> None:
         """Return the snapshot to its pool, once."""
-        with self._lock:  # the listener must not read an overwritten snapshot
+        with self._lock:
             again, self._is_released = self._is_released, True
             self._staged.clear()
+            self._into.clear()  # a cancelled part may still be written there
         if not again:  # it may belong to another transfer by now
             self.flow.pool.release(self.snapshot)
 
     def _stage(self, place: int) -> None:
         with self._lock:
-            received = self.exchanges[place].received
+            exchange = self.exchanges.get(place)  # None: it arrived before `post` has returned
+            received = None if exchange is None else exchange.received
             if received is not None and place not in self._staged and not self._is_released:
                 self._staged[place] = stage(received, self.flow.device)
 

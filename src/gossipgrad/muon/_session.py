@@ -60,7 +60,7 @@ class SudaSettings(RoundSettings):
         return self.graph.rounds + 1
 
     @property
-    def credits(self) -> int:
+    def window(self) -> int:
         """Rounds that may be open on one link: weights behind backward, trackers, and late ones."""
         return _LATE_ROUNDS
 
