@@ -12,6 +12,7 @@ replicas are apart. Runs that are done are kept.
     python -m benchmarks.equal_accuracy                             # mlp, mlp-adam
     python -m benchmarks.equal_accuracy --tasks lenet --ranks 8
     python -m benchmarks.equal_accuracy --tasks drift staleness shared_mask
+    python -m benchmarks.equal_accuracy --tasks topology --seeds 10
     python -m benchmarks.equal_accuracy --processes accuracy        # or workloads
 
 The last one runs `gossipgrad train` on real processes, with equal rates.
@@ -103,6 +104,10 @@ DRIFT |= {
     "overlap, weights+state": (2, {"payload": "weights+state"}),
     "the authors' rule": (1, {"mode": "lagged"}),
 }
+TOPOLOGIES: Ways = ALL_REDUCE | {
+    f"overlap, {name}": (1, {"mode": "overlap", "topology": name})
+    for name in ("dissemination", "matching")
+}
 STALE: Ways = ALL_REDUCE | OVERLAP
 STALE |= {
     f"stale, {when}, d = {d}": (
@@ -149,6 +154,7 @@ TASKS = {
         distances_at=(10, 20, 50, 100),
         is_constant=True,
     ),
+    "topology": Task("digits", lambda: mlp(64, 10), TOPOLOGIES, 256, 600, (0.05, 0.1), (8, 32)),
     "staleness": Task("fashion-mnist", lambda: mlp(784, 10), STALE, 512, 702, (0.05,), (8,)),
     "shared_mask": Task("fashion-mnist", lenet, MASKS, 256, 702, (0.05,), (8,)),
 }
@@ -173,9 +179,10 @@ def optimizer_of(way: dict[str, Any], task: Task, rate: float) -> Callable[[Any]
 def train(task: Task, ranks: int, way: dict[str, Any], rate: float, seed: int) -> dict[str, Any]:
     """One run: accuracy and loss of the mean of all replicas, and their distance to it."""
     options = {key: value for key, value in way.items() if key not in ("rule", "mix")}
-    if mode := options.get("mode"):
-        named = matching(ranks, seed=seed) if isinstance(mode, gg.Stale) else None
-        options |= {} if named is None else {"topology": named}
+    if isinstance(options.get("mode"), gg.Stale):
+        options["topology"] = matching(ranks, seed=seed)
+    elif "strategy" not in options and "mix" not in way:
+        options.setdefault("topology", "dissemination")
     torch.manual_seed(seed)
     replicas = VirtualRanks(
         task.model(),

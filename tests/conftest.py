@@ -13,6 +13,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from support.patience import be_patient
 from support.unchecked import types_unchecked
 
 SOURCES = Path(__file__).parents[1] / "src"
@@ -44,6 +45,7 @@ def leave_warnings_alone() -> None:
 
 check_shapes_at_run_time()
 leave_warnings_alone()
+be_patient()
 
 # Chance draws others each time: many runs of few examples find what one run of many does.
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=30)

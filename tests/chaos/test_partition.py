@@ -68,7 +68,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
                 optimizer,
                 topology="matching",
                 # Longer than a lease: who lost time over that is still met in the same round.
-                mode=gg.Overlap(deadline_seconds=0.35),
+                mode=gg.Overlap(patience_seconds=0.35),
                 process_group=group,
                 transport=lambda _: StormyTransport(hub.transport(rank), storm),
                 heartbeats=HEARTBEATS,

@@ -51,7 +51,7 @@ def run(storm):
     transports = [StormyTransport(hub.transport(r), storm) for r in range(storm.world_size)]
     waits = {"overlap": gg.Overlap, "sync": gg.Sync}
     mode = (
-        waits[storm.mode](deadline_seconds=storm.deadline_seconds)
+        waits[storm.mode](patience_seconds=storm.patience_seconds)
         if storm.mode in waits
         else gg.Stale(max_staleness=2)
     )

@@ -64,7 +64,7 @@ class Shares:
 
 
 # Whoever is at the end of its last epoch trains no more, and is not awaited for long.
-MODES = {"overlap": gg.Overlap(deadline_seconds=1.0), "stale": gg.Stale()}
+MODES = {"overlap": gg.Overlap(patience_seconds=1.0), "stale": gg.Stale()}
 
 
 @pytest.mark.parametrize(

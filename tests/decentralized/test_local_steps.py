@@ -35,7 +35,7 @@ def diloco(world_size, steps, local_steps, lr, momentum, gradients=backward):
     return outer
 
 
-def reference(world_size, steps, topology="dissemination", dtype=torch.float32, **settings):
+def reference(world_size, steps, topology="matching", dtype=torch.float32, **settings):
     models = [network(dtype=dtype) for _ in range(world_size)]
     optimizers = [adam(list(model.parameters())) for model in models]
     schedule = by_name(topology, world_size)

@@ -87,7 +87,7 @@ def test_what_is_late_is_given_up_with_a_warning_and_the_state_can_be_loaded(mod
     """Rank 1 does not make its last two steps before rank 0 has saved."""
     saved = threading.Event()
     waits = {"overlap": gg.Overlap, "sync": gg.Sync}[mode]
-    patient = waits(deadline_seconds=0.2, floor_seconds=0.2)
+    patient = waits(patience_seconds=0.2)
 
     def train(me):
         me.train(3)

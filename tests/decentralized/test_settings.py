@@ -57,9 +57,9 @@ def test_wrong_settings_are_refused_by_name(settings):
     [
         (lambda: gg.gossip(network(), []), "optimizer"),
         (lambda: gg.gossip(network(), [object()]), "optimizer"),
-        (lambda: gg.Overlap(deadline_seconds=0.0), "deadline_seconds"),
-        (lambda: gg.Overlap(deadline_seconds="3"), "deadline_seconds"),
-        (lambda: gg.Sync(floor_seconds=float("inf")), "floor_seconds"),
+        (lambda: gg.Overlap(patience_seconds=0.0), "patience_seconds"),
+        (lambda: gg.Overlap(patience_seconds="3"), "patience_seconds"),
+        (lambda: gg.Sync(patience_seconds=True), "patience_seconds"),
         (lambda: gg.WeightsAndState(every=0), "every"),
         (lambda: gg.WeightsAndState(every=1.5), "every"),
         (lambda: gg.Stale(max_staleness=-1), "max_staleness"),

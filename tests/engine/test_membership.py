@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_holds_the_others_up_until_it_is_given_up(where):
         resumed.set()
         return mean
 
-    means = run_mortals(3, main, mode=gg.Sync(deadline_seconds=NEVER_SECONDS), heartbeats=PATIENT)
+    means = run_mortals(3, main, mode=gg.Sync(patience_seconds=NEVER_SECONDS), heartbeats=PATIENT)
     assert all_equal(means)
 
 

@@ -20,7 +20,7 @@ from support.sessions import Trainer
 from support.waiting import HANG_SECONDS, until
 
 LEASE = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=100.0)
-PATIENT = gg.Overlap(deadline_seconds=300.0, floor_seconds=300.0)
+PATIENT = gg.Overlap(patience_seconds=300.0)
 """A step that waits in vain outlasts the test."""
 
 
@@ -122,7 +122,7 @@ def test_nobody_waits_for_long_while_the_store_stands_still(topology):
 
 
 MODES = [
-    *itertools.product(["dissemination", "matching"], [PATIENT, gg.Sync(floor_seconds=300.0)]),
+    *itertools.product(["dissemination", "matching"], [PATIENT, gg.Sync()]),
     ("matching", gg.Stale()),
 ]
 

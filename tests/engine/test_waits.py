@@ -1,4 +1,4 @@
-"""How long a step waits for a partner: slow links are awaited, silent ones are not."""
+"""How long a step waits for a partner: one that is ready is awaited, a silent one is not."""
 
 import threading
 
@@ -6,60 +6,32 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad import topology
-from gossipgrad.comm import Faults, FaultyTransport
-
-# Private: through a session, a wait of known length would take as long.
-from gossipgrad.engine._waits import Deadlines
+from support.replicas import flat
 from support.sessions import run_sessions
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, until
+
+IMPATIENT = gg.Overlap(patience_seconds=0.05)
 
 
-def test_a_few_stragglers_do_not_move_it_and_a_lasting_change_does():
-    deadlines = Deadlines(floor_seconds=0.01, ceiling_seconds=9.0, deviations=4.0)
-    for number in range(40):
-        deadlines.note(1, 8.0 if number % 10 == 9 else 0.1)
-    assert deadlines.of(1) == pytest.approx(0.1)
-    assert deadlines.of(2) == pytest.approx(0.1)  # another link, of which nothing is known
-    assert Deadlines(floor_seconds=0.01, ceiling_seconds=9.0, deviations=4.0).of(2) == 9.0
-    for _ in range(40):
-        deadlines.note(1, 2.0)
-    assert deadlines.of(1) == pytest.approx(2.0)
-
-
-def test_stuck_partners_do_not_stop_the_others(monkeypatch):
-    """Two of six ranks are alive and silent; each link waits for its own, nobody for all."""
-    monkeypatch.setattr(
-        Deadlines, "of", lambda self, peer: 0.02 if peer in (4, 5) else HANG_SECONDS
-    )
-    faults, pairs = Faults(), topology.matching(6)
-    for number in range(200):
-        faults.drop(rank=4, round=number).drop(rank=5, round=number)
-
-    def use(me):
-        me.train(20 if me.rank < 4 else 0)
-        return me.outcomes["delivered"]
-
-    wrap = lambda link: FaultyTransport(link, faults)  # noqa: E731
-    delivered = run_sessions(6, use, topology=pairs, wrap=wrap)
-    for rank in range(4):
-        met = [pairs.peers(number, rank).send_to for number in range(20)]
-        assert delivered[rank] >= 0.6 * sum(partner < 4 for partner in met)
+def doubles():
+    return torch.nn.Linear(3, 2, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("then", ["steps", "average", "close"])
 def test_what_is_late_is_mixed_when_it_comes(then):
-    """Rank 1's parts come 0.5 s late, which no step waits for; no sum is lost by it."""
-    faults, is_late = Faults(), threading.Event()
-    for round in range(2, 100 if then == "steps" else 3):
-        faults.delay(rank=1, round=round, seconds=0.5)
+    """Rank 1 sleeps, and rank 0 trains on; no sum is lost by it."""
+    is_late = threading.Event()
 
     def use(me):
         before = me.weights()
         me.train(3)
-        if then == "steps":
-            me.train_until(lambda: is_late.is_set() or (me.rank == 0 and me.outcomes["late"]))
+        if me.rank == 0:
+            me.train_until(lambda: me.outcomes["late"])
             is_late.set()
+        else:
+            assert is_late.wait(HANG_SECONDS)
+        if then == "steps":
+            me.train(3)
             me.session.consensus_distance()
         if then == "average":
             me.session.average_()
@@ -71,11 +43,9 @@ def test_what_is_late_is_mixed_when_it_comes(then):
         use,
         make=lambda rank: doubles(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        wrap=lambda link: FaultyTransport(link, faults),
-        topology="matching",
-        mode=gg.Overlap(deadline_seconds=0.02),
+        mode=IMPATIENT,
     )
-    moved = sum(me.weights() - before for me, before in ended)
+    moved = sum(flat(me.model) - before for me, before in ended)
     for me, _ in ended:
         alone = doubles()
         for step in range(me.steps):
@@ -83,11 +53,48 @@ def test_what_is_late_is_mixed_when_it_comes(then):
             moved += 0.1 * torch.cat([p.grad.flatten() for p in alone.parameters()])
     assert moved.abs().max() < 1e-12
     if then == "average":
-        assert torch.equal(*(me.weights() for me, _ in ended))
+        assert torch.equal(*(flat(me.model) for me, _ in ended))
 
 
-def doubles():
-    return torch.nn.Linear(3, 2, dtype=torch.float64)
+@pytest.mark.parametrize("world_size", [2, 6])
+def test_a_sleeping_rank_stops_nobody_and_meets_the_others_where_they_are(world_size):
+    """The others are not late for it; it wakes many rounds behind, and exchanges soon."""
+    enough, awake = threading.Event(), threading.Event()
+
+    def use(me):
+        me.train(4)
+        if me.rank:
+            me.train_until(lambda: me.steps > 60)
+            if me.rank == 1:
+                enough.set()
+            me.train_until(awake.is_set)
+            return None
+        assert enough.wait(HANG_SECONDS)
+        delivered, behind = me.outcomes["delivered"], me.session.round_number
+        me.train_until(lambda: me.outcomes["delivered"] >= delivered + 20)
+        caught_up = me.session.round_number - behind, me.steps
+        awake.set()
+        return caught_up
+
+    rounds, steps = run_sessions(world_size, use, mode=IMPATIENT)[0]
+    assert rounds > steps, "it has jumped over rounds that the others had made"
+
+
+def test_with_endless_patience_all_make_the_same_rounds():
+    asleep = threading.Event()
+
+    def use(me):
+        me.train(3)
+        if me.rank == 0:
+            until(asleep.is_set)
+        else:
+            threading.Timer(0.3, asleep.set).start()
+        me.train(10)
+        return me.outcomes, me.session.round_number
+
+    for outcomes, rounds in run_sessions(4, use, mode=gg.Overlap(patience_seconds=float("inf"))):
+        assert rounds == 13
+        assert outcomes["delivered"] == sum(outcomes.values())
 
 
 class LeavesLater:

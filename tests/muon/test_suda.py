@@ -276,7 +276,7 @@ def test_sums_that_late_ranks_have_broken_are_mended_at_a_consensus(backbone):
         train(model, optimizer, 1, start=6)
         return errors, session.stats()
 
-    waits = {"deadline_seconds": 0.1, "floor_seconds": 0.1}
+    waits = {"patience_seconds": 0.1}
     mode = gg.Sync(**waits) if backbone == "ed" else gg.Overlap(**waits)
     found = on_ranks(4, rank_main, backbone=backbone, topology="ring", mode=mode)
     assert sum(stats.outcomes["late"] for _, stats in found) > 0

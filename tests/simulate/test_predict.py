@@ -156,7 +156,7 @@ def test_a_worse_network_or_worker_never_makes_a_step_end_sooner(
                 {"density": 2.0},
                 {"density": 0.5, "state_copies": 1},
                 {"exchanges": 2},
-                {"mode": "stale"},
+                {"mode": "stale", "topology": "dissemination"},
             )
         ),
         lambda: AllReduce(bucket_bytes=0),

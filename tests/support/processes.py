@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gossipgrad.launch import ensure_fork_server
+from support.patience import be_patient
 from support.waiting import HANG_SECONDS
 
 __all__ = ["free_port", "one_by_one", "run_processes", "start_fork_server"]
@@ -101,6 +102,7 @@ def _main(pipe, function, rank, world_size, port, grouped, arguments) -> None:
     import torch
 
     torch.set_num_threads(1)
+    be_patient()
     try:
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
         if grouped:

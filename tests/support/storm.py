@@ -50,7 +50,7 @@ class Storm:
     world_size: int
     topology: str
     mode: str
-    deadline_seconds: float
+    patience_seconds: float
     faults: tuple[Fault, ...]
     dead: set[int] = field(default_factory=set)
     _begun: set[Fault] = field(default_factory=set)
@@ -59,7 +59,7 @@ class Storm:
 
     def __str__(self) -> str:
         what = "; ".join(map(str, self.faults))
-        mode = f"{self.mode} up to {self.deadline_seconds} s"
+        mode = f"{self.mode} up to {self.patience_seconds} s"
         return f"{self.world_size} ranks, {self.topology}, {mode}: {what}"
 
     @property
@@ -116,8 +116,8 @@ def draw_storm(seed: int, modes: tuple[str, ...]) -> Storm:
     if mode != "stale" and not any(fault.kind == "kill" for fault in faults):
         topologies.append("dissemination")  # keeps the mean as long as all live and nobody is late
     topology = rng.choice(topologies)
-    deadline_seconds = 30.0 if topology == "dissemination" else rng.choice(_DEADLINES_SECONDS)
-    return Storm(p, topology, mode, deadline_seconds, tuple(faults))
+    patience_seconds = 30.0 if topology == "dissemination" else rng.choice(_DEADLINES_SECONDS)
+    return Storm(p, topology, mode, patience_seconds, tuple(faults))
 
 
 def _draw_fault(rng: random.Random, world_size: int) -> Fault:

@@ -45,6 +45,7 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ("threads", {"threads": 10**6}),
         ("lr_gamma", {"lr_gamma": 1.0}),
         ("max_staleness", {"options": {"gossip": {"max_staleness": 16}}}),
+        ("patience_seconds", {"options": {"gossip": {"patience_seconds": math.inf}}}),
         ("compress", {"options": {"gossip": {"compress": "a tenth"}}}),
     ],
 )
@@ -103,7 +104,7 @@ def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
         data_dir="sets",
         options={
             "gossip": GossipConfig(
-                every=np.int64(2), average_every=np.int64(4), deadline_seconds=3
+                every=np.int64(2), average_every=np.int64(4), patience_seconds=3
             ),
             "sgd": {"momentum": np.float64(0.5)},
         },
@@ -182,14 +183,6 @@ def test_steps_of_the_rate_are_thirds_of_the_run_unless_given(tmp_path):
 def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks):
     rate = resolved(tmp_path, strategy=strategy, lr=0.5, lr_rule="linear").learning_rate
     assert rate.peak == 0.5 * ranks
-
-
-def test_the_report_names_the_topology_that_follows_the_mode(tmp_path):
-    for mode, topology in (("overlap", "dissemination"), ("stale", "matching")):
-        config = TrainConfig(options={"gossip": {"mode": mode}})
-        config.resolved(nproc=2, out=tmp_path).write(tmp_path / "config.json")
-        told = json.loads((tmp_path / "config.json").read_text())["strategy_is"]
-        assert (told["topology"], told["mode"]) == (topology, mode)
 
 
 def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path):

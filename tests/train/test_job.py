@@ -111,9 +111,10 @@ def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     second = summary(project / "run")
     assert second["lost_ranks"] == []
     assert second["accuracy"] < first["accuracy"]
-    # Of the steps that these ranks made: the weights once, where all-reduce sends 4/3 of them.
+    # Of the steps that these ranks made: the weights in two of three rounds, as one of three ranks
+    # pauses, where all-reduce sends 4/3 of them.
     share = second["bytes_sent_per_step"] / second["all_reduce_bytes_per_step"]
-    assert share == pytest.approx(0.75, rel=0.1)
+    assert share == pytest.approx(0.5, rel=0.1)
     assert load_file(project / "run" / "model.safetensors")["layers.0.weight"].shape == (16, 8)
     assert (project / "run" / "report.html").exists()
 

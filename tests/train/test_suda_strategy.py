@@ -13,7 +13,7 @@ from support.launched import config
         ("muon", {"backbone": "ed"}, "semi-atc-gt"),
         ("muon", {"backbone": "ed", "topology": "ring", "mode": "overlap"}, "sync"),
         ("muon", {"backbone": "dgd"}, "backbone"),
-        ("muon", {"deadline_seconds": 0.0}, "deadline_seconds"),
+        ("muon", {"patience_seconds": 0.0}, "patience_seconds"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(optimizer, options, says):

@@ -54,6 +54,7 @@ class Channel:
         heard: The highest round that a message has named, -1 before any.
         bytes_received: Of payloads of rounds.
         refused: How many messages were dropped.
+        silent: Ranks that another one has waited for in vain, and of which nothing came since.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Channel:
         self.plan, self.window = tuple(plan), window
         self.generation, self.epoch = generation, 0
         self.heard = -1
+        self.silent: set[int] = set()
         self.bytes_received = self.refused = 0
         self._posted_bytes = 0  # to be sent, less what a ledger that was replaced has dropped
         self.transport, self.run = transport, run
@@ -267,6 +269,15 @@ class Channel:
                     at, bucket = exchange.at, exchange.bucket
                     header = self._header(Kind.WITHDRAW, at.round, bucket, era=at.era)
                     self._send(exchange.recv_from, header)
+
+    def report_silent(self, peer: int) -> None:
+        """Note that a peer is silent, and notify the others; once, until it is heard of again."""
+        with self._lock:
+            if peer not in self.silent:
+                self.silent.add(peer)
+                for other in [*self._outboxes]:
+                    if other != peer:
+                        self._send(other, self._header(Kind.SILENT, 0, peer))
 
     def void(self, round: int, send_to: int | None) -> None:
         """Void a round before any part of it was sent, and notify `send_to`."""
@@ -539,7 +550,10 @@ class Channel:
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
             raise WireError(f"rank {peer} {ledger.gone}")
         at = Position(header.generation, header.epoch, header.round)
-        if kind is Kind.MAIL:
+        self.silent.discard(peer)
+        if kind is Kind.SILENT:
+            self.silent |= {header.bucket} & self._peers
+        elif kind is Kind.MAIL:
             if self._accept_mail is None:
                 raise WireError("there is no mailbox")
             self._accept_mail(header, payload)
@@ -574,6 +588,7 @@ class Channel:
         level = logging.INFO if how == _LEFT or self.closed else logging.WARNING
         logger.log(level, "rank %d %s; rank %d continues without it", peer, how, self.rank)
         ledger.end(how)
+        self.silent.discard(peer)
         if peer in self._outboxes:
             self._outboxes[peer].end()
         self._liveness.hear_end(peer, left=how == _LEFT)

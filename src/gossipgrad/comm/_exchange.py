@@ -122,6 +122,7 @@ class Exchange:
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
         ticket: Done when the posted buffer may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
+        agreed_seconds: When both ends were ready; None before that.
         finished_seconds: When it ended, None while it is open.
     """
 
@@ -137,6 +138,7 @@ class Exchange:
     received: Tensor | None = None
     ticket: Ticket = field(default_factory=Sent)
     posted_seconds: float = field(default_factory=time.perf_counter)
+    agreed_seconds: float | None = None
     finished_seconds: float | None = None
     _leaving: _Leaving | None = None
 
@@ -257,6 +259,8 @@ class Ledger:
         if posted is not None:
             self.awaited.discard((at, bucket))
             posted.is_agreed = True
+            if posted.receives:
+                posted.exchange.agreed_seconds = time.perf_counter()
         elif at >= self.past:
             self.awaited.add((at, bucket))
         return posted
@@ -270,8 +274,8 @@ class Ledger:
     def deliver(self, at: Position, bucket: int, values: Tensor) -> Exchange | None:
         """The peer's part has arrived; return its exchange if that was open.
 
-        Parts arrive in the order of their rounds. One that is missing was lost on the way, as a
-        script of faults may have it.
+        Parts arrive in the order of their rounds: one that is missing was lost with a link that was
+        made again since.
         """
         for earlier in [position for position in self.posted if position < at]:
             for missing in [b for b, p in self.posted[earlier].items() if p.receives]:

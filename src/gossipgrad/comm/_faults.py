@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -150,9 +150,10 @@ class FaultyTransport:
             self._end(0.0)
             raise ScriptedDeathError(f"rank {at[0]} was killed by script in round {at[1]}")
         if what.kind is Kind.DATA:
-            if at in self._faults.drops:
-                return Sent()
-            if at in self._faults.delays:
+            if at in self._faults.drops:  # TCP loses no part alone: so its receiver is notified
+                lost = replace(what, kind=Kind.WITHDRAW, dtype=None, size_bytes=0)
+                header, payload = lost.pack(), None
+            elif at in self._faults.delays:
                 due_seconds = time.monotonic() + self._faults.delays[at]
 
                 def ready() -> None:

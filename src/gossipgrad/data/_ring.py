@@ -23,7 +23,7 @@ from ._rows import Packed, Parcel, Rows
 
 logger = logging.getLogger(__name__)
 
-_LINGER_SECONDS = 0.2
+_LINGER_SECONDS = 2.0  # until the others have read LEAVE
 _NOTIFIED = 8  # ranks on either side of one that leaves: its neighbours may leave with it
 _POLL_SECONDS = 0.05
 

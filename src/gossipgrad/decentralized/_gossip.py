@@ -42,7 +42,6 @@ from gossipgrad.decentralized._settings import (
 from gossipgrad.engine import (
     Mode,
     Replica,
-    Stale,
     check_numbers,
     check_replica,
     check_stale,
@@ -61,7 +60,7 @@ def gossip(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    topology: str | Schedule | None = None,
+    topology: str | Schedule = "matching",
     mode: str | Mode = "overlap",
     payload: str | Payload = "weights",
     every: int = 1,
@@ -88,18 +87,19 @@ def gossip(
     stay the user's: the session uses hooks, which `close()` removes. With one rank, training is the
     plain optimizer's, bit for bit.
 
-    A step waits for a late partner up to a deadline that adapts to its link, then continues, and
-    mixes the part when it arrives; with `mode="stale"` it does not wait at all. A partner that died
-    or left is skipped, and soon the living ranks get a schedule without it. None of this raises. A
-    rank that hung for so long that the others declared it dead gets an `EvictedError` from its next
-    step.
+    A step waits for a partner that is not ready for a second, then continues, and mixes the part
+    when it arrives; until that partner is heard of again, no step of any rank waits for it. With
+    `mode="stale"` none ever waits. So a run is repeated bit for bit only with
+    `mode=gg.Overlap(patience_seconds=math.inf)`. A partner that died or left is skipped, and soon
+    the living ranks get a schedule without it. None of this raises. A rank that hung for so long
+    that the others declared it dead gets an `EvictedError` from its next step.
 
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
         optimizer: The optimizer, or several: a round ends after the last of them has stepped.
         topology: `"dissemination"`, `"hypercube"`, `"matching"`, `"ring"`, `"complete"`, or a
-            schedule from `gossipgrad.topology`; None: `"matching"` in mode stale, which needs
-            symmetric pairs, else `"dissemination"`.
+            schedule from `gossipgrad.topology`. `"dissemination"` suits ranks that all stay and
+            are never late: a round that is void at one end shifts the mean over ranks.
         mode: `"overlap"` (a snapshot is sent during the step and mixed at its end), `"sync"`
             (exchanged and mixed after the update) or `"stale"` (mixed when it arrives: no step
             waits); or a value such as `Stale(max_staleness=4)`.
@@ -220,7 +220,7 @@ def gossip(
 def resolve_settings(
     world_size: int,
     *,
-    topology: str | Schedule | None,
+    topology: str | Schedule,
     mode: str | Mode,
     payload: str | Payload,
     every: int,
@@ -247,8 +247,7 @@ def resolve_settings(
     steps, optimizer = resolve_local_steps(local_steps, outer, every, resolved_payload)
     compressor = resolve_compress(compress)
     masked = compressor is not None
-    named = _named(topology, resolved_mode)
-    schedule = _resolve_schedule(named, world_size, seed, seeds_all=not masked)
+    schedule = _resolve_schedule(topology, world_size, seed, seeds_all=not masked)
     return GossipSettings(
         schedule=schedule,
         mode=resolved_mode,
@@ -266,7 +265,7 @@ def resolve_settings(
 
 def check_settings(
     *,
-    topology: object = None,
+    topology: object = "matching",
     mode: Any = "overlap",
     payload: Any = "weights",
     every: object = 1,
@@ -305,7 +304,6 @@ def check_settings(
     resolve_average_every(average_every, 1)
     check_exchanges(exchanges, resolved_mode)
     resolve_local_steps(local_steps, outer, every, resolved)
-    topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
         check_stale(
             resolved_mode,
@@ -327,13 +325,6 @@ def check_settings(
         )
     resolve_transport(transport)
     check_heartbeats(heartbeats)
-
-
-def _named(topology: Any, mode: Mode) -> Any:
-    """Return the given topology, or the mode's default."""
-    if topology is not None:
-        return topology
-    return "matching" if isinstance(mode, Stale) else "dissemination"
 
 
 def _resolve_schedule(

@@ -37,7 +37,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer],
     address: str,
     *,
-    topology: str | Schedule | None = None,
+    topology: str | Schedule = "matching",
     mode: str | Mode = "overlap",
     payload: str | Payload = "weights",
     every: int = 1,

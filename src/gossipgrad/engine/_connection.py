@@ -12,7 +12,7 @@ from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._tensors import largest_piece_bytes
-from gossipgrad.engine._waits import Deadlines
+from gossipgrad.engine._waits import Waits
 from gossipgrad.errors import GossipError
 
 __all__ = ["check_growth", "connect"]
@@ -59,12 +59,8 @@ def connect(
     mode = settings.mode
     if isinstance(mode, Stale):
         return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
-    deadlines = Deadlines(
-        floor_seconds=mode.floor_seconds,
-        ceiling_seconds=mode.deadline_seconds,
-        deviations=mode.deviations,
-    )
-    return Rounds(channel, settings.schedule, deadlines=deadlines, recorder=recorder)
+    waits = Waits(channel, mode.patience_seconds)
+    return Rounds(channel, settings.schedule, waits=waits, recorder=recorder)
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:

@@ -1,6 +1,5 @@
 """The exchanges around each optimizer step: gradients before it, rounds after it."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -123,7 +122,7 @@ class StepDriver:
             return
         if self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
             self._hook_forward(flows)
-        rounds.patience.renew()
+        rounds.begin_step()
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
                 steps = self._arriving.collective(rounds, self._members.current.living)
@@ -184,7 +183,7 @@ class StepDriver:
                 self._follow(self._rounds)
                 self._end_round(self._rounds)
             finally:
-                self._rounds.patience.renew()
+                self._rounds.begin_step()
 
     def wait(self) -> None:
         """Mix buckets sent after the last update that no forward pass has read yet."""
@@ -204,10 +203,9 @@ class StepDriver:
         try:
             for transfer in transfers:
                 transfer.post_all()
-            deadline = time.perf_counter() + rounds.longest_wait_seconds
             for transfer in transfers:
                 for bucket in sorted(transfer.exchanges):
-                    if rounds.receive(transfer, bucket, deadline) is Outcome.LATE:
+                    if rounds.receive(transfer, bucket) is Outcome.LATE:
                         rounds.outcomes[Outcome.LATE] += 1
                     rounds.mix(transfer, bucket, transfer.delta(bucket))
         finally:  # a gradient that arrives after its step is useless

@@ -10,54 +10,38 @@ MAX_STALENESS = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Waiting:
-    """A mode in which a step waits for its partner.
-
-    The wait adapts to each link. It is median + `deviations` x MAD of the recent delays of the
-    partner's parts after this rank's own, at least `floor_seconds` and at most `deadline_seconds`.
-    A link with fewer than five arrivals takes those of all links; before five parts have arrived
-    the wait is `deadline_seconds`.
-
-    Attributes:
-        deadline_seconds: The longest wait for a partner that is alive but late. The step then
-            continues without it, and the partner's part is mixed when it arrives.
-        floor_seconds: The shortest wait. If equal to `deadline_seconds`, the wait does not adapt.
-        deviations: How many median absolute deviations beyond the median a step waits.
-    """
-
-    deadline_seconds: float = 300.0
-    floor_seconds: float = 10.0
-    deviations: float = 6.0
-
-    def __post_init__(self) -> None:
-        for name, rule in (
-            ("deadline_seconds", "it is how long a step waits for a late partner"),
-            ("floor_seconds", "it is how long a step waits for a late partner in any case"),
-            ("deviations", "it is how far from its median an arrival may be"),
-        ):
-            number = getattr(self, name)
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, Real)
-                or not 0 < float(number) < math.inf
-            ):
-                raise ValueError(f"{name} must be positive and finite, got {number!r}: {rule}")
-            plain = int(number) if isinstance(number, Integral) else float(number)
-            object.__setattr__(self, name, plain)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap(_Waiting):
+class Overlap:
     """Sends a snapshot at the start of a step and mixes at its end: the whole step hides it.
 
     `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
     partner). The default.
+
+    Attributes:
+        patience_seconds: How long a step waits at most for a partner that is not ready. It then
+            continues, and the partner's part is mixed when it arrives. The others are told, and no
+            step waits for that rank again until it is heard of. The parts of a partner that is
+            ready are awaited as long as the network needs. `math.inf` waits for any living
+            partner: for runs that are repeated bit for bit.
     """
+
+    patience_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patience_seconds", _patience(self.patience_seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sync(_Waiting):
-    """Exchanges weights after the update and mixes them immediately; nothing is hidden."""
+class Sync:
+    """Exchanges weights after the update and mixes them immediately; nothing is hidden.
+
+    Attributes:
+        patience_seconds: As of `Overlap`.
+    """
+
+    patience_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patience_seconds", _patience(self.patience_seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +106,7 @@ class Stale:
 
 Mode = Overlap | Sync | Stale
 
-_MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "stale": Stale()}
+_MODES: dict[str, type[Mode]] = {"overlap": Overlap, "sync": Sync, "stale": Stale}
 
 
 def resolve_mode(mode: Mode | str) -> Mode:
@@ -140,7 +124,21 @@ def resolve_mode(mode: Mode | str) -> Mode:
         )
     if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
-    return _MODES[mode]
+    return _MODES[mode]()
+
+
+def _patience(seconds: object) -> float:
+    """Return a valid patience.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+        raise ValueError(
+            f"patience_seconds must be positive, got {seconds!r}: it is how long a step waits for "
+            "a partner that is not ready; math.inf is for ever"
+        )
+    return float(seconds)
 
 
 def check_stale(mode: Mode, *, average_every: object, symmetric: bool, topology: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.engine._flow import Delta, Flow
 from gossipgrad.engine._transfer import Transfer, earlier_of_partner, release
-from gossipgrad.engine._waits import Deadlines, Patience
+from gossipgrad.engine._waits import Waits
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["COLLECTIVE_SECONDS", "PairDistance", "Rounds"]
@@ -77,13 +77,12 @@ class Rounds:
     Args:
         channel: Exchanges are posted on it.
         schedule: The partners of each round.
-        deadlines: How long closing a round waits for each partner.
+        waits: How long closing a round waits for its partner.
         recorder: Gets the spans, if not None.
 
     Attributes:
         next_round: The next round to be opened.
         closed_rounds: Number of closed rounds.
-        patience: Limits the unsuccessful waits of one step.
         late_rounds: Rounds whose parts had not arrived when they were due.
         void_rounds: Rounds that one of the two ends voided before it sent its part.
         outcomes: How exchanges ended, counted by bucket.
@@ -97,7 +96,7 @@ class Rounds:
         channel: Channel,
         schedule: Schedule,
         *,
-        deadlines: Deadlines,
+        waits: Waits,
         recorder: Recorder | None = None,
     ) -> None:
         self.channel = channel
@@ -105,11 +104,11 @@ class Rounds:
         self.next_round = 0
         self.closed_rounds = self.late_rounds = self.void_rounds = 0
         self.exposed_seconds = self.mixing_seconds = 0.0
-        self.patience = Patience()
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
         self._rank = channel.rank
-        self._deadlines = deadlines
+        self._waits = waits
+        self._is_behind = False  # a partner has voided a round
         self._recorder = recorder
         self._open: list[Transfer] = []
         self._late: list[Transfer] = []
@@ -140,10 +139,9 @@ class Rounds:
         """Whether parts of closed rounds are still awaited."""
         return bool(self._late)
 
-    @property
-    def longest_wait_seconds(self) -> float:
-        """How long a step may still wait for a gradient, which is useless later."""
-        return self.patience.left(self._deadlines.ceiling_seconds)
+    def begin_step(self) -> None:
+        """Let the next step wait as long as one may."""
+        self._waits.begin_step()
 
     def position(self, steps: int, every: int) -> int:
         """Return the run's position in steps, for a rank that has made `steps`."""
@@ -156,14 +154,15 @@ class Rounds:
         whole round is then void, and the partner is notified. `frees_late` first frees snapshots of
         late rounds: parts that have arrived are mixed, the oldest round is cancelled.
         """
-        wait = self._deadlines.of(self.partners.send_to)
-        transfers = self._begin(flows, wait)
+        transfers = self._begin(flows, 0.0)
         if transfers is None and frees_late:
             self._mix_late([], time.perf_counter())
-            transfers = self._begin(flows, wait)
+            transfers = self._begin(flows, 0.0)
         while transfers is None and frees_late and self._late:
             self._give_up_oldest()
-            transfers = self._begin(flows, wait)
+            transfers = self._begin(flows, 0.0)
+        if transfers is None:  # they are on the way to partners that are ready
+            transfers = self._begin(flows, self._waits.transfer_seconds)
         if transfers is not None:
             return transfers
         self.void(self.next_round, self.partners)
@@ -213,7 +212,20 @@ class Rounds:
         it would share the link with the rest of this round.
 
         Closes before it opens if the next partner is already late, or no snapshot is free.
+
+        A rank whose partner was past their round moves to the highest round that it knows of:
+
+        1. Rank 3 sleeps for a minute, and the others stop waiting for it.
+        2. It wakes a thousand rounds behind, and each partner is past the round that they share.
+        3. If it went through all of them, each rank would wait for it whenever they meet, until
+           all had waited a minute.
+        4. A rank that is a few rounds behind catches up, as the others wait for it. Of ranks that
+           wait for each other none is further ahead than their number.
         """
+        is_far = self.channel.heard - self.next_round >= self.schedule.world_size
+        if self._is_behind and is_far and self.schedule.symmetric:
+            self.jump(self.channel.heard)
+        self._is_behind = False
         following = self._following(flows_of(self.next_round))
         if following is None:
             self.close()
@@ -237,7 +249,7 @@ class Rounds:
         is_in_time = True
         for transfer in self._open:
             if transfer.flow is flow and place in transfer.exchanges.keys() - transfer.finished:
-                outcome = self.receive(transfer, place, self._deadline(transfer))
+                outcome = self.receive(transfer, place)
                 if outcome is Outcome.LATE:
                     is_in_time = False
                 else:
@@ -251,20 +263,16 @@ class Rounds:
     ) -> None:
         """Mix everything in flight.
 
-        Waits `wait_seconds` for it. None: as in a step, wait for the open round up to its
-        deadlines, and not for parts that are late already. A bucket of a `following` transfer is
-        copied after the one before it is done.
+        Waits `wait_seconds` for it. None: wait for the open round as long as a step may, and not
+        for parts that are late already. A bucket of a `following` transfer is copied after the one
+        before it is done.
         """
         squares, self._early_squares = self._early_squares, []
         now = time.perf_counter()
         self._mix_late(squares, now if wait_seconds is None else now + wait_seconds)
-        deadlines = {
-            transfer: self._deadline(transfer) if wait_seconds is None else now + wait_seconds
-            for transfer in self._open
-        }
+        deadline = None if wait_seconds is None else now + wait_seconds
         # A transfer leaves the list when it is done, so that an interrupt loses none.
         while self._open:
-            deadline = deadlines[self._open[0]]
             if not self._finish(self._open[0], deadline, squares, following):
                 self._late.append(self._open[0])
             del self._open[0]
@@ -277,9 +285,8 @@ class Rounds:
         """
         if closes:
             self.drain()
-        waits = [self._deadline(transfer) for transfer in self._late]
         squares: list[Tensor] = []
-        self._mix_late(squares, max(waits, default=0.0))
+        self._mix_late(squares, None)
         self.pair_distance.note(squares, self.schedule.period)
         while self._late:
             self._give_up_oldest()
@@ -321,14 +328,13 @@ class Rounds:
         """Return the weight of a transfer's deltas."""
         return self.schedule.weight(transfer.round, self._rank, default=0.5)
 
-    def receive(self, transfer: Transfer, place: int, deadline: float) -> Outcome:
-        """Wait for one bucket until `deadline`; count and record the outcome."""
+    def receive(self, transfer: Transfer, place: int, deadline: float | None = None) -> Outcome:
+        """Wait for one bucket until `deadline`, or as long as a step may; count the outcome."""
         exchange = transfer.exchanges[place]
         start = time.perf_counter()
-        outcome = transfer.wait(place, deadline)
+        waits = deadline is None
+        outcome = self._waits.take(exchange) if waits else transfer.wait(place, deadline)
         end = time.perf_counter()
-        if outcome is Outcome.LATE:
-            self.patience.spend(end - start)
         self.exposed_seconds += end - start
         self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
         if outcome is not Outcome.LATE and place not in transfer.counted:
@@ -336,6 +342,7 @@ class Rounds:
             self.outcomes[outcome] += 1
             if outcome in (Outcome.VOID, Outcome.DEAD_PEER):
                 self._note_void(transfer.round, is_void=outcome is Outcome.VOID)
+                self._is_behind |= outcome is Outcome.VOID
             times = exchange.posted_seconds, exchange.finished_seconds or end
             self._span("exchange", *times, **transfer.describe(place))
         return outcome
@@ -376,7 +383,7 @@ class Rounds:
     def _finish(
         self,
         transfer: Transfer,
-        deadline: float,
+        deadline: float | None,
         squares: list[Tensor],
         following: Mapping[Flow, Transfer] | None = None,
         *,
@@ -400,7 +407,6 @@ class Rounds:
                 next_transfer.fill(place)
                 self.mixing_seconds += time.perf_counter() - start
         if transfer.is_finished:
-            self._deadlines.note_all(transfer.peers.recv_from, transfer.exchanges.values())
             transfer.release()
             return True
         if not again:
@@ -428,11 +434,10 @@ class Rounds:
         transfers: list[Transfer] = []
         try:
             for flow in flows:
-                start = time.perf_counter()
-                wait = self.patience.left(timeout_seconds)
-                transfer = Transfer.begin(flow, self.channel, self.next_round, peers, wait)
+                transfer = Transfer.begin(
+                    flow, self.channel, self.next_round, peers, timeout_seconds
+                )
                 if transfer is None:
-                    self.patience.spend(time.perf_counter() - start)
                     release(transfers)
                     return None
                 transfers.append(transfer)
@@ -452,13 +457,8 @@ class Rounds:
         """Track the transfers of the round that was just sent."""
         self._open.extend(transfers)
 
-    def _deadline(self, transfer: Transfer) -> float:
-        """Return the deadline for the parts of a transfer, for a wait that starts now."""
-        wait = self._deadlines.of(transfer.peers.recv_from)
-        return time.perf_counter() + self.patience.left(wait)
-
-    def _mix_late(self, squares: list[Tensor], deadline: float) -> None:
-        """Mix parts of late transfers that have arrived, or arrive until `deadline`."""
+    def _mix_late(self, squares: list[Tensor], deadline: float | None) -> None:
+        """Mix parts of late transfers that arrive until `deadline`, or as long as a step waits."""
         self.channel.poll()
         for transfer in list(self._late):
             if transfer in self._late and self._finish(transfer, deadline, squares, again=True):

@@ -10,7 +10,7 @@ from gossipgrad.engine._flow import Flow
 from gossipgrad.engine._modes import Stale
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, FlowsOf, Rounds
 from gossipgrad.engine._transfer import Transfer, release
-from gossipgrad.engine._waits import Deadlines
+from gossipgrad.engine._waits import Waits
 from gossipgrad.topology import Schedule
 
 __all__ = ["StaleRounds"]
@@ -38,10 +38,8 @@ class StaleRounds(Rounds):
     def __init__(
         self, channel: Channel, schedule: Schedule, *, mode: Stale, recorder: Recorder | None = None
     ) -> None:
-        never = Deadlines(
-            floor_seconds=COLLECTIVE_SECONDS, ceiling_seconds=COLLECTIVE_SECONDS, deviations=1.0
-        )
-        super().__init__(channel, schedule, deadlines=never, recorder=recorder)
+        waits = Waits(channel, COLLECTIVE_SECONDS)
+        super().__init__(channel, schedule, waits=waits, recorder=recorder)
         self._mode = mode
         self.starts = 0
         self._opened = 0  # this rank's own rounds, sent or void

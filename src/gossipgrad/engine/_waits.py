@@ -1,105 +1,72 @@
-"""How long a step waits for each partner, by recent arrivals."""
+"""How long a step waits for its partners."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterable
-from statistics import median
+import math
+import time
+from collections import deque
 
-from gossipgrad.comm import Exchange, Outcome
+from gossipgrad.comm import Channel, Exchange, Outcome
 
-__all__ = ["Deadlines", "Patience"]
+__all__ = ["Waits"]
 
-_REMEMBERED = 32  # arrivals per link, and of all
-_ENOUGH = 5  # arrivals before the wait adapts
-_MAD_TO_DEVIATION = 1.4826  # for a normal distribution
+_REMEMBERED = 32  # durations of transfers
+_ENOUGH = 5  # of them, before a wait for a part depends on them
+_UNKNOWN_SECONDS = 300.0  # until then
 
 
-class Deadlines:
-    """Waits that adapt to each link: median + `deviations` x MAD of its recent arrivals.
+class Waits:
+    """Waits of a step: for a partner that is not ready, and for parts that are on the way.
 
-    MAD is the median absolute deviation from the median, scaled to the standard deviation of a
-    normal distribution. Unlike the standard deviation, it does not grow with a few very late
-    arrivals. So a slow link gets the time that it needs, and a prompt link that falls silent does
-    not block a step for long. Partners rotate, so a link with fewer than five arrivals takes those
-    of all links.
+    All waits of a step for partners that are not ready take at most `patience_seconds` together.
+    After that the partner is silent, and this rank tells the others so: no step of any rank waits
+    for it until a message of it arrives. A partner that is ready is not late: its parts get the
+    longest time that parts took recently, on any link, and `patience_seconds` more.
+
+    1. Rank 3 sleeps for a minute. Rank 0 waits for it for a second, and goes to its next round.
+    2. In that, rank 1 waits for rank 0, which comes a second late, and in the one after for rank 3.
+    3. If rank 0 had told nobody, each rank would wait for rank 3, one after the other, and those
+       who wait would hold up the others.
 
     Args:
-        floor_seconds: The shortest wait.
-        ceiling_seconds: The longest wait, and the wait before five parts have arrived.
-        deviations: How many MAD beyond the median a step waits.
-
-    Example:
-        >>> deadlines = Deadlines(floor_seconds=0.1, ceiling_seconds=60.0, deviations=6.0)
-        >>> deadlines.of(1)
-        60.0
-        >>> for seconds in (2.0, 2.1, 1.9, 2.0, 30.0):
-        ...     deadlines.note(1, seconds)
-        >>> round(deadlines.of(1), 2)
-        2.89
+        channel: Knows who is silent.
+        patience_seconds: See above; may be infinite.
     """
 
-    def __init__(self, *, floor_seconds: float, ceiling_seconds: float, deviations: float) -> None:
-        self.ceiling_seconds = ceiling_seconds
-        self._floor_seconds = floor_seconds
-        self._deviations = deviations
-        self._of_all: deque[float] = deque(maxlen=_REMEMBERED)
-        self._arrivals: defaultdict[int, deque[float]] = defaultdict(
-            lambda: deque(maxlen=_REMEMBERED)
-        )
+    def __init__(self, channel: Channel, patience_seconds: float) -> None:
+        self._channel = channel
+        self._patience_seconds = patience_seconds
+        self._since_seconds: float | None = None  # when this step began to wait
+        self._durations: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def note(self, peer: int, seconds: float) -> None:
-        """Record how long after this rank's own part a peer's arrived, 0 if it was earlier."""
-        self._arrivals[peer].append(seconds)
-        self._of_all.append(seconds)
+    def begin_step(self) -> None:
+        """Start anew: nothing was waited for."""
+        self._since_seconds = None
 
-    def note_all(self, peer: int | None, exchanges: Iterable[Exchange]) -> None:
-        """Record the delay of the last of a round's parts, if any arrived."""
-        taken = [
-            (each.finished_seconds or each.posted_seconds) - each.posted_seconds
-            for each in exchanges
-            if each.outcome is Outcome.DELIVERED
-        ]
-        if peer is not None and taken:
-            self.note(peer, max(taken))
+    @property
+    def transfer_seconds(self) -> float:
+        """How long a part may be on the way."""
+        known = len(self._durations) >= _ENOUGH
+        return (max(self._durations) if known else _UNKNOWN_SECONDS) + self._patience_seconds
 
-    def of(self, peer: int | None) -> float:
-        """Return how long to wait for a peer now, in seconds."""
-        arrivals = () if peer is None else self._arrivals[peer]
-        if len(arrivals) < _ENOUGH:
-            arrivals = self._of_all
-        if len(arrivals) < _ENOUGH:
-            return self.ceiling_seconds
-        usual = median(arrivals)
-        deviation = _MAD_TO_DEVIATION * median(abs(each - usual) for each in arrivals)
-        wait = max(self._floor_seconds, usual + self._deviations * deviation)
-        return min(self.ceiling_seconds, wait)
+    def take(self, exchange: Exchange) -> Outcome:
+        """Wait for a part as long as this step may."""
+        if self._since_seconds is None:
+            self._since_seconds = time.perf_counter()
+        outcome = self._channel.take(exchange, 0.0)
+        while outcome is Outcome.LATE and (left := self._left_seconds(exchange)) > 0:
+            outcome = self._channel.take(exchange, left)
+        if outcome is Outcome.LATE and exchange.agreed_seconds is None:
+            assert exchange.recv_from is not None
+            self._channel.report_silent(exchange.recv_from)
+        if outcome is Outcome.DELIVERED and exchange.agreed_seconds is not None:
+            assert exchange.finished_seconds is not None
+            self._durations.append(exchange.finished_seconds - exchange.agreed_seconds)
+        return outcome
 
-
-class Patience:
-    """A budget for the waits of a step: unsuccessful waits together last as long as the longest.
-
-    A wait that ended with the part is normal for the link, and does not reduce the next one.
-
-    Example:
-        >>> patience = Patience()
-        >>> patience.spend(4.0)
-        >>> patience.left(10.0), patience.left(3.0)
-        (6.0, 0.0)
-        >>> patience.renew()
-        >>> patience.left(10.0)
-        10.0
-    """
-
-    def __init__(self) -> None:
-        self._spent_seconds = 0.0
-
-    def renew(self) -> None:
-        """Reset the budget for the next step."""
-        self._spent_seconds = 0.0
-
-    def left(self, seconds: float) -> float:
-        """Return how much of a wait of so many seconds is left."""
-        return max(0.0, seconds - self._spent_seconds)
-
-    def spend(self, seconds: float) -> None:
-        """Record an unsuccessful wait of this step."""
-        self._spent_seconds += seconds
+    def _left_seconds(self, exchange: Exchange) -> float:
+        now = time.perf_counter()
+        if exchange.agreed_seconds is not None:
+            return exchange.agreed_seconds + self.transfer_seconds - now
+        if exchange.recv_from in self._channel.silent:
+            return -math.inf
+        assert self._since_seconds is not None
+        return self._since_seconds + self._patience_seconds - now

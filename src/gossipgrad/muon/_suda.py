@@ -27,7 +27,6 @@ from gossipgrad.engine import (
     Overlap,
     Replica,
     Stale,
-    Sync,
     check_numbers,
     check_replica,
     resolve_mode,
@@ -75,7 +74,7 @@ def suda(
     written to `.grad`. All parameters are tracked and mixed; the paper does not mention those that
     are not matrices. With one rank, training is the plain optimizer's, bit for bit.
 
-    A step waits for a late partner up to a deadline, then continues, and mixes the message when it
+    A step waits for a late partner for five minutes, then continues, and mixes the message when it
     arrives. When a rank dies, the living ranks continue in a new generation: trackers restart from
     each rank's momentum, duals from zero, and weights are unchanged.
 
@@ -93,7 +92,8 @@ def suda(
         lazy: Whether `(I + W) / 2` replaces W.
         mode: `"overlap"`: tensors that do not depend on the update are sent during forward and
             backward; `"sync"`: they are sent with the trackers. None: overlap, unless the backbone
-            has no such tensors (`"ed"`, `"atc-gt"`, `"demuon"`).
+            has no such tensors (`"ed"`, `"atc-gt"`, `"demuon"`). Both wait 300 s for a partner
+            that is not ready; `Overlap(patience_seconds=...)` and `Sync(...)` wait otherwise.
         process_group: The ranks that take part; see `gossip`.
         mesh: Instead of `process_group`; see `gossip`.
         wire_dtype: Type on the wire. Means over ranks are still kept.
@@ -208,13 +208,14 @@ def resolve_settings(
 def _resolve_mode(mode: str | Mode | None, backbone: str | Polynomial) -> Mode:
     starts_early = make_backbone(backbone, []).starts_early
     if mode is None:
-        return Overlap() if starts_early else Sync()
-    resolved = resolve_mode(mode)
+        mode = "overlap" if starts_early else "sync"
+    # Trackers that miss each other lose a part of the gradients: so these wait longer than gossip.
+    resolved = Overlap(patience_seconds=300.0) if mode == "overlap" else resolve_mode(mode)
     if isinstance(resolved, Stale):
         raise ValueError(
             "mode 'stale' is not for suda(): trackers that miss each other lose the sum of "
             "gradients, and no rule is known that converges. Use mode='overlap' or 'sync', whose "
-            "deadline_seconds says how long a step waits"
+            "patience_seconds says how long a step waits"
         )
     if isinstance(resolved, Overlap) and not starts_early:
         raise ValueError(

@@ -147,7 +147,7 @@ def _candidates(optimizer: str) -> list[_Candidate]:
         (f"{sync})", Gossip(name="gossip-sync, momentum", **momentum), yours),
         (
             'gg.gossip(model, optimizer, mode="stale")',
-            Gossip(name="gossip-stale", mode="stale", topology="matching"),
+            Gossip(name="gossip-stale", mode="stale"),
             rate,
         ),
         (

@@ -42,7 +42,7 @@ class Gossip(Strategy):
 
     name: str = "gossip"
     mode: str = "overlap"
-    topology: str = "dissemination"
+    topology: str = "matching"
     every: int = 1
     state_copies: int = 0
     element_bytes: int | None = None

@@ -22,7 +22,7 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (
         Gossip(),
         Gossip(name="gossip-sync", mode="sync"),
-        Gossip(name="gossip-stale", mode="stale", topology="matching"),
+        Gossip(name="gossip-stale", mode="stale"),
         Gossip(name="gossip-mask", density=0.1),
         Gossip(name="local-steps", mode="sync", every=32),
         AllReduce(),

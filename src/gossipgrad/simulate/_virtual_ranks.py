@@ -66,8 +66,8 @@ class VirtualRanks(Ranks):
             each element by itself.
         strategy: `"gossip"`; `"allreduce"` (gradients averaged in every step); `"local"` (nothing
             exchanged, but for `average_every`).
-        topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination,
-            or matching in mode stale.
+        topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: matching, or
+            dissemination in mode lagged, as the authors have it.
         mode: Of gossip: `"overlap"`, `"sync"`, `"stale"`, or `"lagged"` (the authors'
             published rule, which sessions do not have); None: overlap.
         payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`:
@@ -136,9 +136,10 @@ class VirtualRanks(Ranks):
             ignored = {"payload": payload, "average_every": average_every, **ignored}
         _check_strategy(strategy, ignored)
         self._lagged = gossips and mode == "lagged"
+        usual = "dissemination" if self._lagged else "matching"
         settings = _settings_of_session(
             world_size,
-            topology=topology if gossips else None,
+            topology=topology if gossips and topology is not None else usual,
             mode="overlap" if mode is None or self._lagged or not gossips else mode,
             payload=Weights() if payload is None or strategy == "allreduce" else payload,
             average_every=average_every,

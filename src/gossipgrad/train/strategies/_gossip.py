@@ -22,9 +22,9 @@ _WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
 class GossipConfig:
     """How replicas gossip; used by `strategy` gossip alone."""
 
-    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] | None = None
-    """Who meets whom; None: dissemination, or matching in mode stale, which dissemination does not
-    suit. hypercube needs a power of two of processes; the others take any number."""
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = "matching"
+    """Who meets whom. dissemination does not suit mode stale, nor ranks that are often late.
+    hypercube needs a power of two of processes; the others take any number."""
     mode: Literal["overlap", "sync", "stale"] = "overlap"
     """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
     stale: mix what has come and wait for nobody; the run then counts rounds, and a slow rank takes
@@ -57,11 +57,10 @@ class GossipConfig:
     compress: str | None = None
     """Send a share of the weights each round: shared-mask:0.1, the same tenth on all ranks and
     another each round. None: all weights."""
-    deadline_seconds: float = 300.0
-    """How long a step waits at most for a partner that is alive but late. Less where the link's
-    recent arrivals were prompt."""
-    deadline_floor_seconds: float = 10.0
-    """How long it waits at least, if deadline_seconds is not less."""
+    patience_seconds: float = 300.0
+    """How long a step waits at most for a partner that is not ready. Its part is mixed later, and
+    nobody waits for it again until it is heard of; a run with little patience is not repeated bit
+    for bit."""
     faults: str | None = None
     """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
     "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
@@ -74,9 +73,9 @@ class GossipConfig:
         resolve_compress(self.compress)
         check_rule(
             self,
-            "above 0 and finite: a partner may never come",
+            "above 0 and finite",
             lambda value: 0 < value < math.inf,
-            *("deadline_seconds", "deadline_floor_seconds"),
+            "patience_seconds",
         )
         check_rule(self, "from 0 to 15", lambda value: 0 <= value <= 15, "max_staleness")
         if self.faults is not None and not Faults.parse(self.faults).ranks:
@@ -96,9 +95,7 @@ class GossipStrategy(Strategy):
     )
     section = "gossip"
     options_type = GossipConfig
-    may_change_on_resume = frozenset(
-        {"deadline_seconds", "deadline_floor_seconds", "disagreement", "faults"}
-    )
+    may_change_on_resume = frozenset({"patience_seconds", "disagreement", "faults"})
     needs_every_rank = False
     can_grow = True
 
@@ -115,14 +112,12 @@ class GossipStrategy(Strategy):
             compress=options.compress,
             seed=setting.seed,
         )
-        if options.topology is not None:
-            topology.by_name(options.topology, setting.world_size, seed=setting.seed)
+        topology.by_name(options.topology, setting.world_size, seed=setting.seed)
         check_ranks(options.faults, setting.world_size)
 
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
-        waits = ("deadline_seconds", "deadline_floor_seconds")
-        idle = waits if options.mode == "stale" else ("max_staleness",)
-        found = dict.fromkeys(idle, f"mode is {options.mode}")
+        idle = "patience_seconds" if options.mode == "stale" else "max_staleness"
+        found = {idle: f"mode is {options.mode}"}
         if options.local_steps is None:
             found |= dict.fromkeys(("outer_lr", "outer_momentum"), "there are no local_steps")
         if (
@@ -134,9 +129,7 @@ class GossipStrategy(Strategy):
         return found
 
     def describe(self, options: GossipConfig) -> dict[str, str]:
-        usual = "matching" if options.mode == "stale" else "dissemination"
-        topology = options.topology or usual
-        return {"topology": topology, "mode": options.mode, "payload": options.payload}
+        return {"topology": options.topology, "mode": options.mode, "payload": options.payload}
 
     def session_settings(self, options: GossipConfig, setting: Setting) -> dict[str, Any]:
         return {
@@ -187,6 +180,4 @@ class GossipStrategy(Strategy):
 def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync:
     if options.mode == "stale":
         return gg.Stale(max_staleness=options.max_staleness)
-    return _WAITING[options.mode](
-        deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
-    )
+    return _WAITING[options.mode](patience_seconds=options.patience_seconds)

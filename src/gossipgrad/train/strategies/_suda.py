@@ -37,8 +37,8 @@ class SudaConfig:
     where the backbone has such, else sync."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
-    deadline_seconds: float = 300.0
-    """How long a step waits at most for a partner that is alive but late."""
+    patience_seconds: float = 300.0
+    """How long a step waits at most for a partner that is not ready."""
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -46,9 +46,9 @@ class SudaConfig:
         check_rule(self, f"one of {', '.join(BACKBONES)}", BACKBONES.__contains__, "backbone")
         check_rule(
             self,
-            "above 0 and finite: a partner may never come",
+            "above 0 and finite",
             lambda value: 0 < value < math.inf,
-            "deadline_seconds",
+            "patience_seconds",
         )
 
 
@@ -69,7 +69,7 @@ class SudaStrategy(Strategy):
     section = "suda"
     options_type = SudaConfig
     can_shrink = False
-    may_change_on_resume = frozenset({"deadline_seconds"})
+    may_change_on_resume = frozenset({"patience_seconds"})
     needs_every_rank = False
 
     def check(self, options: SudaConfig, setting: Setting) -> None:
@@ -125,8 +125,5 @@ def _settings(options: SudaConfig, setting: Setting) -> dict[str, Any]:
         "seed": setting.seed,
     }
     overlaps = isinstance(resolve_settings(1, **rest, mode=options.mode).mode, gg.Overlap)
-    waits = {
-        "deadline_seconds": options.deadline_seconds,
-        "floor_seconds": min(10.0, options.deadline_seconds),
-    }
-    return rest | {"mode": gg.Overlap(**waits) if overlaps else gg.Sync(**waits)}
+    mode = gg.Overlap if overlaps else gg.Sync
+    return rest | {"mode": mode(patience_seconds=options.patience_seconds)}
