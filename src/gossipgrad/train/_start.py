@@ -52,6 +52,9 @@ class Start:
             self.check()
             if (now := self.ask(lambda store: store.add(where, 0))) >= self._world_size:
                 return
+            if time.monotonic() > name_at:
+                name_at = math.inf
+                self._name_missing(where, seconds)
             if now > count:
                 count, deadline = now, time.monotonic() + seconds
             elif time.monotonic() > deadline:
@@ -60,9 +63,6 @@ class Start:
                     f"rank {self._rank} waited {seconds:g} s for these ranks to be {where}: "
                     f"{missing}. Look there for what went wrong, and start again."
                 )
-            if time.monotonic() > name_at:
-                name_at = math.inf
-                self._name_missing(where, seconds)
             time.sleep(_POLL_SECONDS)
 
     def _name_missing(self, where: str, seconds: float) -> None:
