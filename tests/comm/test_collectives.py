@@ -7,21 +7,10 @@ import torch
 
 from gossipgrad.comm import Channel, Lost, Outcome, Part
 from support.links import RUN
-from support.wires import Wires
+from support.wires import Wires, one_pair, symmetric
 
 D, V = Outcome.DELIVERED, Outcome.VOID
 BUCKETS = 2
-
-
-def one_pair(rank, round):
-    return 1 - rank, 1 - rank
-
-
-def symmetric(rank, round):
-    """Of three ranks, pairs in turn; the third rank has no partner."""
-    pair = round % 3, (round + 1) % 3
-    peer = sum(pair) - rank if rank in pair else None
-    return peer, peer
 
 
 def directed(rank, round):

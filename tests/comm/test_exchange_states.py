@@ -5,6 +5,7 @@ import torch
 
 from gossipgrad.comm import Sent
 from gossipgrad.comm._exchange import LOST, Exchange, Ledger, Outcome, Position
+from support.wires import one_pair, symmetric
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 PART = torch.zeros(1)
@@ -208,17 +209,6 @@ class World:
                     assert theirs.outcome is D, (number, at, "counts at one end alone")
 
 
-def pair(rank, round):
-    return 1 - rank, 1 - rank
-
-
-def turns(rank, round):
-    """Of three ranks, pairs in turn."""
-    both = round % 3, (round + 1) % 3
-    peer = sum(both) - rank if rank in both else None
-    return peer, peer
-
-
 def ring(rank, round):
     return (rank + 1) % 3, (rank - 1) % 3
 
@@ -232,7 +222,7 @@ def replayed(script, *setting):
 
 @pytest.mark.parametrize(
     ("schedule", "world_size", "window", "depth"),
-    [(pair, 2, 1, 7), (pair, 2, 2, 6), (turns, 3, 1, 5), (ring, 3, 1, 4)],
+    [(one_pair, 2, 1, 7), (one_pair, 2, 2, 6), (symmetric, 3, 1, 5), (ring, 3, 1, 4)],
 )
 def test_both_ends_agree_whatever_the_order(schedule, world_size, window, depth):
     setting = schedule, world_size, 2, window

@@ -6,7 +6,19 @@ import torch
 
 from gossipgrad.comm import Lost, Received, Sent
 
-__all__ = ["Wires"]
+__all__ = ["Wires", "one_pair", "symmetric"]
+
+
+def one_pair(rank, round):
+    """The partners of two ranks: whom a rank sends to, and receives from."""
+    return 1 - rank, 1 - rank
+
+
+def symmetric(rank, round):
+    """Of three ranks, pairs in turn; the third rank has no partner."""
+    pair = round % 3, (round + 1) % 3
+    peer = sum(pair) - rank if rank in pair else None
+    return peer, peer
 
 
 class Wires:

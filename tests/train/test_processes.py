@@ -147,9 +147,9 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     assert 360 <= made <= 360 + 2 * 5, "a chunk of a dead rank may be used twice"
     assert (steps[0], shares["disturbed_epochs"]) == (None, 4)
     assert (tmp_path / "model.safetensors").exists()
-    assert capfd.readouterr().err.splitlines() == [
-        "gossipgrad: rank 0 was killed by SIGKILL (out of memory?); 2 workers go on"
-    ]
+    # Lines of torch are of a thread that an earlier test in this process has left.
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("gossipgrad")]
+    assert said == ["gossipgrad: rank 0 was killed by SIGKILL (out of memory?); 2 workers go on"]
 
 
 def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
