@@ -93,6 +93,7 @@ class Channel:
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._outboxes: dict[int, Outbox] = {}  # of links that are open
         self._last = Position(0, 0, -1)  # the last round that was posted here
+        self._agreed: list[tuple[int, Posted]] = []  # their parts leave when all are posted
         self._listens = not getattr(transport, "by_hand", False)
         self._thread: threading.Thread | None = None  # receives while training computes
         self._error: BaseException | None = None  # of that thread
@@ -184,7 +185,7 @@ class Channel:
         return exchange
 
     def _post(self, exchange: Exchange, peer: int) -> None:
-        """Say READY to one of an exchange's peers, and send the part if it is ready, too."""
+        """Say READY to one of an exchange's peers; its part leaves soon if that is ready, too."""
         ledger = self._ledgers[peer]
         sends, receives = peer == exchange.send_to, peer == exchange.recv_from
         if not ledger.post(exchange, sends=sends, receives=receives, window=self.window):
@@ -196,7 +197,20 @@ class Channel:
         at, bucket = exchange.at, exchange.bucket
         self._send(peer, self._header(Kind.READY, at.round, bucket))
         if (at, bucket) in ledger.awaited and (posted := ledger.agree(at, bucket)) is not None:
-            self._leave(peer, posted)
+            self._agreed.append((peer, posted))
+
+    def send_agreed(self) -> None:
+        """Send the posted parts whose receivers were ready before; `poll` does so, too.
+
+        1. A posts all buckets of a round, and its READYs are at B.
+        2. B posts them. If its part 0 left at once, READY 1 would wait behind it on a slow link,
+           and part 1 of A for READY 1. So the round would take up to twice as long.
+        """
+        with self._lock:
+            agreed, self._agreed = self._agreed, []
+            for peer, posted in agreed:
+                if posted.exchange.payload is not None:  # else it will not be sent
+                    self._leave(peer, posted)
 
     def _leave(self, peer: int, posted: Posted) -> None:
         """Send this rank's part of an exchange that both ends are ready for."""
@@ -228,6 +242,7 @@ class Channel:
         One thread at a time receives; other threads wait until it has received what is `awaited`.
         """
         deadline = time.perf_counter() + timeout_seconds
+        self.send_agreed()
         with self._changed:
 
             def is_served() -> bool:

@@ -630,7 +630,7 @@ class TCPTransport:
         links = self._links
         with links.filled:
             if not links.events and timeout_seconds > 0:
-                links.filled.wait_for(lambda: links.events or links.is_closed, timeout_seconds)
+                links.filled.wait_for(lambda: links.events, timeout_seconds)
             events, links.events = links.events, []
             return [] if links.is_closed else events
 

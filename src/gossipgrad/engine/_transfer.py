@@ -100,6 +100,7 @@ class Transfer:
                 self.fill(place)
         for place in missing:
             self.post(place)
+        self._channel.send_agreed()
 
     def wait(self, place: int, deadline: float) -> Outcome:
         """Wait for a bucket until `deadline` (`time.perf_counter`)."""

@@ -38,7 +38,7 @@ class Waits:
         self._durations: deque[float] = deque(maxlen=_REMEMBERED)
 
     def begin_step(self) -> None:
-        """Start anew: nothing was waited for."""
+        """Begin a step, which has not waited yet."""
         self._since_seconds = None
 
     @property
