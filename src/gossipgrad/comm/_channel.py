@@ -142,6 +142,8 @@ class Channel:
     ) -> Exchange:
         """Say READY for a bucket; return immediately. The parts move when the partner is ready.
 
+        A part whose receiver was ready before leaves at the next `send_agreed` or `poll`.
+
         Args:
             round: The round; on one link, rounds are posted in rising order.
             bucket: Index into the plan.
