@@ -90,10 +90,12 @@ class Scripted:
 
     def drain(self) -> None:
         """Brings everything everywhere, and lets every rank mix what there is."""
-        while any(self.wires.under_way.values()):  # a part leaves when the other end is ready
-            self.wires.deliver_all()
+        is_moving = True
+        while is_moving:  # a part leaves when a rank has read that the other end is ready
             for session in self.sessions:
                 session._rounds.channel.poll()
+            is_moving = any(self.wires.under_way.values())
+            self.wires.deliver_all()
         for session in self.sessions:
             session._rounds.drain(0.0)
 

@@ -149,7 +149,7 @@ class StaleReference:
     @torch.no_grad()
     def settle(self) -> None:
         """Deliver all messages, and let every rank mix them."""
-        while self.links:
+        while self.links or any(rank.inbox for rank in self.ranks):
             for s, r in list(self.links):
                 self.deliver(s, r)
             for r in range(len(self.ranks)):
