@@ -105,8 +105,9 @@ def test_compiled_model():
 def _killed(rank, store):
     model = network()
     optimizer = sgd(list(model.parameters()))
-    quick = gg.Heartbeats(interval_seconds=0.2, lease_seconds=1.0)
-    with gg.gossip(model, optimizer, topology=matching(4), heartbeats=quick) as session:
+    # Its links end with it; no lease has to run out.
+    patient = gg.Heartbeats(interval_seconds=0.2, lease_seconds=60.0)
+    with gg.gossip(model, optimizer, topology=matching(4), heartbeats=patient) as session:
         for step in range(60):
             if rank == 0 and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -101,7 +101,7 @@ def test_jobs_that_always_fail_end_in_an_error_with_their_cause(refreshers, poli
 
 def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refreshers):
     stuck = threading.Event()
-    refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=2.0), 2)
+    refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=5.0), 2)
 
     def hang():
         stuck.wait()

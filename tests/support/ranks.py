@@ -15,7 +15,7 @@ from support.waiting import HANG_SECONDS
 __all__ = ["run_ranks", "where"]
 
 T = TypeVar("T")
-_GRACE_SECONDS = 20.0  # for the other ranks to notice that one has failed
+_GRACE_SECONDS = 60.0  # for the other ranks to notice that one has failed
 
 
 def run_ranks(

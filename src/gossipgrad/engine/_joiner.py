@@ -4,6 +4,7 @@ import io
 import json
 import re
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,6 +115,12 @@ class Joiner:
         self.rank = -1
 
         def connect() -> dist.Store:
+            try:  # A store's client tries again until its time is up; a run that is over refuses.
+                socket.create_connection((self._host, int(port)), timeout=_STORE_SECONDS).close()
+            except ConnectionRefusedError as error:
+                raise RuntimeError("the connection was refused") from error
+            except OSError:
+                pass  # its client knows more ways, and says why
             limit = timedelta(seconds=_STORE_SECONDS)
             store = dist.TCPStore(
                 self._host, int(port), is_master=False, timeout=limit, wait_for_workers=False
