@@ -243,7 +243,7 @@ def test_a_rank_that_leaves_takes_its_share_along():
         4,
         rank_main,
         together=False,
-        heartbeats=gg.Heartbeats(interval_seconds=0.1, lease_seconds=60.0),
+        heartbeats=gg.Heartbeats(interval_seconds=0.1, silent_seconds=60.0),
         topology="matching",
     )
     for distance, stats, _ in found[:3]:

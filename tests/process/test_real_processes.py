@@ -105,8 +105,8 @@ def test_compiled_model():
 def _killed(rank, store):
     model = network()
     optimizer = sgd(list(model.parameters()))
-    # Its links end with it; no lease has to run out.
-    patient = gg.Heartbeats(interval_seconds=0.2, lease_seconds=60.0)
+    # It breaks its links, so nobody waits for its heartbeats.
+    patient = gg.Heartbeats(interval_seconds=0.2, silent_seconds=60.0)
     with gg.gossip(model, optimizer, topology=matching(4), heartbeats=patient) as session:
         for step in range(60):
             if rank == 0 and step == 20:
