@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Lost, Outcome, Part
+from gossipgrad.comm import Channel, Header, Kind, Lost, Outcome, Part
 from support.links import RUN
 from support.wires import Wires, one_pair, symmetric
 
@@ -36,6 +36,7 @@ class World:
         self.fences = [*nothing]  # of each that is in a collective
         self.waiting = [*nothing]  # those of a collective that has not come about yet
         self.outcomes = [*nothing]  # of one that came about, for those who are there still
+        self.cancelled = 0
         self.cut_in = -1  # the last generation in which a link broke
 
     def post(self, rank):
@@ -61,6 +62,20 @@ class World:
             round = self.posted[rank] // BUCKETS
             self.ends[rank].void(round, self.schedule(rank, round)[0])
             self.posted[rank] += BUCKETS
+
+    def cancel(self, rank):
+        """Gives up an exchange of which its partner is not known here to be ready."""
+        for (*_, round, bucket), exchange in self.exchanges[rank].items():
+            peer = exchange.recv_from
+            if not exchange.open or peer is None:
+                continue
+            headers = [Header.unpack(each.header) for each in self.wires.under_way[peer, rank]]
+            ready = [(h.round, h.bucket) for h in headers if h.kind is Kind.READY]
+            posted = any(key[2:] == (round, bucket) for key in self.exchanges[peer])
+            if not posted or (round, bucket) in ready:
+                self.ends[rank].cancel(exchange)
+                self.cancelled += 1
+                return
 
     def meet(self, rank):
         if self.is_between_rounds(rank):
@@ -156,8 +171,12 @@ ACTS = ["post"] * 6 + ["void"] + ["deliver"] * 9 + ["meet", "meet", "resume", "r
 @pytest.mark.parametrize("schedule", [one_pair, symmetric, directed])
 @pytest.mark.parametrize(
     "acts",
-    [ACTS, [*ACTS, "enter"], [*ACTS, "enter", "enter", "cut"]],
-    ids=["one generation", "several", "links break"],
+    [
+        ACTS,
+        [*ACTS, "enter", "cancel", "cancel"],
+        [*ACTS, "enter", "enter", "cut"],
+    ],
+    ids=["one generation", "several, and exchanges are given up", "links break"],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_what_one_end_counts_both_do_whatever_comes_between(schedule, acts, seed):
