@@ -1,9 +1,11 @@
 """What gossip keeps: the sum over ranks of weights, residuals and outstanding deltas."""
 
+import numpy as np
 import pytest
 import torch
 
-from support.replicas import network, plain_sgd
+import gossipgrad as gg
+from support.replicas import network, plain_sgd, set_gradients
 from support.sessions import no_gradients, run_sessions
 
 
@@ -48,3 +50,33 @@ def test_mean_of_narrow_weights_is_kept_with_their_residuals(mode):
     before, after, _ = sums(6, torch.bfloat16, 30, mode, None)
     # The consensus is shown in bf16, so it is exact to bf16's own rounding and no more.
     assert ((after - before).abs() <= 2**-8 * before.abs() + 2**-16).all()
+
+
+def test_a_round_mixes_the_snapshots_of_its_start_by_the_schedules_weight():
+    """Two rounds of three steps by hand: between them weights move by their own updates alone."""
+    rate, other = 0.1, 0.2
+    schedule = gg.topology.from_matrix(np.array([[1 - other, other], [other, 1 - other]]))
+
+    def use(me):
+        held = [me.weights()]
+        for _ in range(6):
+            me.train()
+            held.append(me.weights())
+        return held
+
+    def updates(rank, steps):
+        model = network()
+        for step in steps:
+            set_gradients(model, rank, step)
+            yield -rate * torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    settings = {"topology": schedule, "every": 3, "mode": "overlap", "optimizer": plain_sgd}
+    seen = run_sessions(2, use, make=lambda rank: network(seed=7), **settings)
+    for start in (0, 3):
+        for rank, held in enumerate(seen):
+            first, second, third = updates(rank, range(start, start + 3))
+            apart = seen[1 - rank][start] - held[start]
+            torch.testing.assert_close(held[start + 1], held[start] + first)
+            torch.testing.assert_close(held[start + 2], held[start] + first + second)
+            expected = held[start] + first + second + third + other * apart
+            torch.testing.assert_close(held[start + 3], expected)
