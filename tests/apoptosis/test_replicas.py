@@ -13,6 +13,7 @@ from support.deaths import run_mortals
 from support.joining import run_open
 from support.ranks import run_ranks
 from support.replicas import adam, flat, sgd, transport_by_name
+from support.sessions import run_sessions
 
 SHRINK = {"every": 6, "batches": 4, "events": 2, "budget": 0.1, "min_width": 2}
 
@@ -48,31 +49,17 @@ def shrink(session, **settings):
     )
 
 
-def on_ranks(world_size, use, *, optimizer=sgd, models=wide, **settings):
+def on_ranks(world_size, use, **settings):
     """What `use(session, shrinking, train)` returns on each rank."""
-    link = transport_by_name("in-process", world_size)
 
-    def rank_main(rank, group):
-        model = models()
-        made = optimizer(list(model.parameters()))
-        number = 0
-
-        def train(count):
-            nonlocal number
-            for _ in range(count):
-                backward(model, rank, number)
-                made.step()
-                number += 1
-
-        with (
-            gg.gossip(model, made, process_group=group, transport=link, **settings) as session,
-            shrink(session) as shrinking,
-        ):
-            result = use(session, shrinking, train)
-            group.barrier()
+    def with_shrinking(me):
+        with shrink(me.session) as shrinking:
+            result = use(me.session, shrinking, me.train)
+            me.group.barrier()
         return result
 
-    return run_ranks(world_size, rank_main)
+    models = {"make": lambda rank: wide(), "gradients": backward}
+    return run_sessions(world_size, with_shrinking, **models, **settings)
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam])

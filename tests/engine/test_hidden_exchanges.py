@@ -83,12 +83,6 @@ def compiled(model, x, y, session):
     F.cross_entropy(torch.compile(model, backend="eager")(x), y).backward()
 
 
-def within_no_sync(model, x, y, session):
-    with session.no_sync():
-        plain(model, x.flip(0), y, session)
-    plain(model, x, y, session)
-
-
 WAYS = {
     "plain": plain,
     "two passes": two_passes,
@@ -101,24 +95,7 @@ WAYS = {
 }
 
 
-def sgd(model):
-    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
-
-
-def adam(model):
-    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
-
-
-def two(model):
-    head = list(model.head.parameters())
-    others = [p for p in model.parameters() if all(p is not one for one in head)]
-    return [
-        torch.optim.SGD(others, lr=0.1, momentum=0.9),
-        torch.optim.AdamW([{"params": head[:1], "lr": 0.02}, {"params": head[1:]}], lr=0.01),
-    ]
-
-
-def train(run, *, optimizers=sgd, checkpoints=False, waits=False, **settings):
+def train(run, *, checkpoints=False, waits=False, **settings):
     """Final weights of each rank, and bytes; `waits`: they are mixed at once in each step."""
     turn = threading.Lock()  # torch.compile is not for several threads at once
     torch.manual_seed(0)
@@ -126,18 +103,18 @@ def train(run, *, optimizers=sgd, checkpoints=False, waits=False, **settings):
 
     def rank_main(rank, group):
         model = copy.deepcopy(start)
-        ours = optimizers(model)
-        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in ours]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         draw = torch.Generator().manual_seed(rank)
         options = {"mode": "sync", "bucket_bytes": 256, **settings}
-        with gg.gossip(model, ours, process_group=group, **options) as session:
+        with gg.gossip(model, optimizer, process_group=group, **options) as session:
             for step in range(STEPS):
                 model.uses_rare = step % 3 == 1
                 x, y = torch.randn(4, 5, 8, generator=draw), torch.arange(4) % 3
                 with turn if run is compiled else threading.Lock():
                     run(model, x, y, session)
-                for each in (*ours, *schedules):
-                    each.step()
+                optimizer.step()
+                schedule.step()
                 model.zero_grad()
                 if waits:
                     session.wait()

@@ -109,6 +109,29 @@ def test_a_rank_that_dies_around_a_collective(when):
     assert all_equal(means)
 
 
+@pytest.mark.parametrize("when", ["before it connects", "in the middle"])
+def test_a_second_loss_inside_a_collective_costs_no_more_than_the_first(when):
+    """Links tell of it while the others wait; for its silence alone nobody is given up."""
+
+    def main(me):
+        me.train(6)
+        me.session.group.barrier()
+        if me.rank == 3:
+            me.die()
+        if me.rank == 2 and when == "before it connects":
+            me.session.group.enter = lambda *_: me.die()
+        if me.rank == 2 and when == "in the middle":
+            me.session._averaging.means = lambda *_: me.die()
+        while True:
+            try:
+                return me.mean()
+            except gg.GossipError:
+                if me.rank == 2:
+                    raise  # its own death
+
+    assert all_equal(run_mortals(4, main)[:2])
+
+
 @pytest.mark.parametrize("call", ["average_", "broadcast_", "consensus_distance"])
 def test_collectives_are_among_the_living(call):
     def main(me):
