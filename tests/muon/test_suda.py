@@ -1,5 +1,7 @@
 """A session against the reference, and what it does around its steps."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -52,27 +54,25 @@ def train(model, optimizer, steps, start=0):
         optimizer.zero_grad()
 
 
-def on_ranks(p, rank_main, *, together=True, **settings):
-    """Runs `rank_main(rank, model, optimizer, session)` on p ranks of one quadratic each."""
+def on_ranks(p, rank_main, *, make=Quadratic, optimizer=exact_muon, together=True, **settings):
+    """Runs `rank_main(rank, model, optimizer, session)` on p ranks, by default of a quadratic."""
     hub = Hub(p)
 
     def start(rank, group):
-        model = Quadratic(rank)
-        optimizer = exact_muon(model)
-        with suda(
-            model,
-            optimizer,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-            bucket_bytes=64,
-            **settings,
-        ) as session:
-            found = rank_main(rank, model, optimizer, session)
+        model = make(rank)
+        made = optimizer(model)
+        links = {"process_group": group, "transport": lambda group: hub.transport(group.rank)}
+        with suda(model, made, **links, **{"bucket_bytes": 64, **settings}) as session:
+            found = rank_main(rank, model, made, session)
             if together:
                 session.group.barrier()
         return found
 
     return run_ranks(p, start)
+
+
+def perceptron(rank, dtype=torch.float32):
+    return network(dtype=dtype)
 
 
 def weights(p, topology, lazy, k):
@@ -151,33 +151,22 @@ def test_it_resumes_bit_for_bit_and_keeps_its_identities(backbone, topology):
 
 def test_all_kinds_of_parameters_in_narrow_types():
     """bf16 weights: what rounding takes away is kept, and ranks come together."""
-    hub = Hub(2)
 
-    def rank_main(rank, group):
-        model = network(dtype=torch.bfloat16)
-        optimizer = gg.Muon(model)
-        with suda(
-            model,
-            optimizer,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-            wire_dtype=torch.bfloat16,
-        ) as session:
-            for step in range(8):
-                generator = torch.Generator().manual_seed(2 * step + rank)
-                x = torch.randn(8, 6, generator=generator).bfloat16()
-                (model(x) - rank).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            session.average_()
-            distance = session.consensus_distance()
-            train_more = torch.ones(8, 6, dtype=torch.bfloat16)
-            (model(train_more) - rank).square().mean().backward()
+    def rank_main(rank, model, optimizer, session):
+        def step(x):
+            (model(x.bfloat16()) - rank).square().mean().backward()
             optimizer.step()
-            session.group.barrier()
-            return distance
+            optimizer.zero_grad()
 
-    assert max(run_ranks(2, rank_main)) < 1e-6
+        for number in range(8):
+            step(torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * number + rank)))
+        session.average_()
+        distance = session.consensus_distance()
+        step(torch.ones(8, 6))
+        return distance
+
+    narrow = {"make": partial(perceptron, dtype=torch.bfloat16), "wire_dtype": torch.bfloat16}
+    assert max(on_ranks(2, rank_main, optimizer=gg.Muon, **narrow)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -301,34 +290,25 @@ def test_writing_weights_of_one_rank_or_cutting_them_is_refused():
 @pytest.mark.parametrize(("backbone", "topology"), [("semi-atc-gt", "matching"), ("extra", "ring")])
 def test_virtual_ranks_equal_sessions(backbone, topology):
     """All kinds of parameters, at the defaults of gg.Muon."""
-    hub, steps = Hub(4), 4
+    steps, settings = 4, {"backbone": backbone, "topology": topology}
 
     def batch(rank, step):
         generator = torch.Generator().manual_seed(10 * rank + step)
         x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
         return x, x[:, :3].argmax(1)
 
-    def rank_main(rank, group):
-        model = network(dtype=torch.float64)
-        optimizer = gg.Muon(model)
-        with suda(
-            model,
-            optimizer,
-            backbone=backbone,
-            topology=topology,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-        ) as session:
-            for step in range(steps):
-                x, y = batch(rank, step)
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            with session.consensus():
-                return [p.detach().clone() for p in model.parameters()]
+    def rank_main(rank, model, optimizer, session):
+        for step in range(steps):
+            x, y = batch(rank, step)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with session.consensus():
+            return [p.detach().clone() for p in model.parameters()]
 
-    found = run_ranks(4, rank_main)[0]
-    virtual = SudaRanks(network(dtype=torch.float64), 4, backbone=backbone, topology=topology)
+    doubles = partial(perceptron, dtype=torch.float64)
+    found = on_ranks(4, rank_main, make=doubles, optimizer=gg.Muon, **settings)[0]
+    virtual = SudaRanks(doubles(0), 4, **settings)
     for step in range(steps):
         batches = [batch(rank, step) for rank in range(4)]
         virtual.step(*(torch.stack(each) for each in zip(*batches, strict=True)))
@@ -340,35 +320,23 @@ def test_virtual_ranks_equal_sessions(backbone, topology):
 @pytest.mark.parametrize("make", [gg.Muon, lambda m: torch.optim.SGD(m.parameters(), lr=0.02)])
 @pytest.mark.parametrize("backbone", ["semi-atc-gt", "ed"])
 def test_a_gradient_of_one_rank_that_is_not_finite_spoils_no_rank(backbone, make):
-    topology = "ring" if backbone == "ed" else "dissemination"
-    hub = Hub(2)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = make(model)
-        with suda(
-            model,
-            optimizer,
-            backbone=backbone,
-            topology=topology,
-            mode="sync",
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-        ) as session:
-            losses = []
-            for step in range(60):
-                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
-                loss = (model(x) - rank).square().mean()
-                losses.append(loss.item())
-                optimizer.zero_grad()
-                (loss * (torch.nan if rank == 1 and step in (3, 20) else 1)).backward()
-                optimizer.step()
-            with session.consensus():
-                errors = session.stats().tracker_error, session.stats().dual_error
-            assert all(p.isfinite().all() for p in model.parameters())
-            assert all(error is None or error < 1e-4 for error in errors)
-            session.group.barrier()
-            return np.mean(losses[:10]), np.mean(losses[-10:])
+    def rank_main(rank, model, optimizer, session):
+        losses = []
+        for step in range(60):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+            loss = (model(x) - rank).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            (loss * (torch.nan if rank == 1 and step in (3, 20) else 1)).backward()
+            optimizer.step()
+        with session.consensus():
+            errors = session.stats().tracker_error, session.stats().dual_error
+        assert all(p.isfinite().all() for p in model.parameters())
+        assert all(error is None or error < 1e-4 for error in errors)
+        return np.mean(losses[:10]), np.mean(losses[-10:])
 
-    told = run_ranks(2, rank_main)
+    settings = {"topology": "ring" if backbone == "ed" else "dissemination", "mode": "sync"}
+    settings |= {"make": perceptron, "optimizer": make}
+    told = on_ranks(2, rank_main, backbone=backbone, **settings)
     assert sum(last for _, last in told) < sum(first for first, _ in told)
