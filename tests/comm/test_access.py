@@ -7,23 +7,15 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import (
-    Channel,
-    Lost,
-    Outcome,
-    Part,
-    Received,
-    TCPTransport,
-)
+from gossipgrad.comm import Channel, Lost, Part, Received, TCPTransport
 from gossipgrad.errors import AgreementError, GossipError
-from support.links import RUN
+from support.links import RUN, both
 from support.processes import run_processes
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
-from support.waiting import HANG_SECONDS, until
+from support.waiting import until
 
 SECRET_FILE = "GOSSIPGRAD_SECRET_FILE"
-D = Outcome.DELIVERED
 
 
 def secret_in(folder, name, letter):
@@ -104,17 +96,6 @@ def test_a_secret_that_others_can_read_warns(secret):
         TCPTransport.joining(0, 1, introductions={}, secret=None).close()
 
 
-def exchange(a, b, rounds, first=0):
-    size = a.plan[0].size_bytes // 4
-    for round in range(first, first + rounds):
-        values = torch.full((2, size), float(round))
-        mine = a.post(round, 0, values[0], send_to=1, recv_from=1)
-        theirs = b.post(round, 0, values[1] + 1, send_to=0, recv_from=0)
-        assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
-        assert mine.received.eq(round + 1).all()
-        assert theirs.received.eq(round).all()
-
-
 @pytest.mark.parametrize("is_in_file", [False, True])
 def test_who_lacks_the_secret_gets_nothing_in(secret, monkeypatch, is_in_file):
     """Neither as the rank that connects, nor as the one that listens."""
@@ -122,7 +103,7 @@ def test_who_lacks_the_secret_gets_nothing_in(secret, monkeypatch, is_in_file):
         monkeypatch.delenv(SECRET_FILE)
     ends = run_ranks(2, lambda rank, group: TCPTransport(group))
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
-    exchange(a, b, 2)
+    both(a, b)
     fingerprint = ends[0].introduction[1]  # all that it could have seen
     monkeypatch.delenv(SECRET_FILE, raising=False)
     stranger = TCPTransport.joining(2, 2, introductions={}, secret="ab" * 32)
@@ -135,7 +116,7 @@ def test_who_lacks_the_secret_gets_nothing_in(secret, monkeypatch, is_in_file):
     until(lambda: events.extend(stranger.receive(0.01)) or events)
     assert events == [Lost(0)]
     until(lambda: b.poll() or b.gone)
-    exchange(a, b, 20, first=2)
+    assert [both(a, b, round, value=round) for round in (1, 2, 3)] == [[r] * 4 for r in (1, 2, 3)]
     assert a.refused == 0, "it never reached the channel"
     assert (a.gone, b.gone) == ({}, {2: "was lost"})
     assert stranger.receive(0.0) == []
@@ -161,10 +142,7 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, monkeypatch, is_i
         end.world_size = 3
     newcomer.world_size = 3
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (ends[1], newcomer))
-    mine = a.post(0, 0, torch.full((4,), 1.0), send_to=2, recv_from=2)
-    theirs = b.post(0, 0, torch.full((4,), 2.0), send_to=1, recv_from=1)
-    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
-    assert mine.received.tolist() == [2.0] * 4
+    assert both(a, b, value=2) == [2.0] * 4
     if is_in_file:
         secret.write_text(64 * "z")
         with pytest.raises(AgreementError, match="another secret"):

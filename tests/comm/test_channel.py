@@ -4,26 +4,14 @@ import pytest
 import torch
 
 from gossipgrad.comm import Channel, Hub, Liveness, Outcome
-from support.links import RUN
+from support.links import RUN, both, post
 from support.waiting import HANG_SECONDS
 
-D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
-in_process = pytest.mark.parametrize("kind", ["in-process"])
+D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
 
 
 def part(value, size=4):
     return torch.full((size,), float(value))
-
-
-def post(channel, peer, round=0, value=0.0, bucket=0, size=4, **options):
-    return channel.post(round, bucket, part(value, size), send_to=peer, recv_from=peer, **options)
-
-
-def both(a, b, round=0, value=0.0):
-    """An exchange that counts; what the first one gets."""
-    mine, theirs = post(a, b.rank, round), post(b, a.rank, round, value)
-    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
-    return mine.received.tolist()
 
 
 @pytest.mark.parametrize("they_met", [True, False])
@@ -59,9 +47,6 @@ def test_directed_and_one_sided_rounds(channels):
     takes = c.post(2, 0, part(0), send_to=None, recv_from=0)
     assert c.take(takes, HANG_SECONDS) is D
     assert takes.received.tolist() == [1.0] * 4
-
-
-# -- generations ----------------------------------------------------------------------------------
 
 
 class Watching(Liveness):
@@ -102,10 +87,7 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     assert post(a, 1, round=4).outcome is V
 
 
-# -- the end --------------------------------------------------------------------------------------
-
-
-@in_process
+@pytest.mark.parametrize("kind", ["in-process"])
 def test_wrong_arguments_are_refused(channels):
     a, _ = channels()
     for payload in (part(0, 5), part(0).double()):

@@ -5,31 +5,12 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Hub, Outcome, Part
+from gossipgrad.comm import Channel, Hub, Outcome, Part
 from gossipgrad.errors import GossipError
-from support.links import RUN, ours, until_none_but
+from support.links import RUN, ours, post, until_none_but
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
-D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
-
-
-class Wire:
-    """A transport that notes which messages leave."""
-
-    reopens = True
-
-    def __init__(self, inner):
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self._inner = inner
-        self.said = []
-
-    def send(self, peer, header, payload=None):
-        read = Header.unpack(header)
-        self.said.append((read.kind, peer, read.round))
-        return self._inner.send(peer, header, payload)
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
+D, L, V = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID
 
 
 @pytest.fixture
@@ -37,22 +18,11 @@ def ranks():
     """Channels of four ranks in one process; four rounds may be open on a link."""
     hub, before = Hub(4), {*ours()}
     plan = [Part(torch.float32, 4)]
-    made = [Channel(Wire(hub.transport(rank)), run=RUN, plan=plan, window=4) for rank in range(4)]
+    made = [Channel(hub.transport(rank), run=RUN, plan=plan, window=4) for rank in range(4)]
     yield made
     for channel in made:
         channel.close(0.0)
     until_none_but(before)
-
-
-def post(channel, peer, round=0, value=0.0, **options):
-    values = torch.full((4,), value)
-    return channel.post(round, 0, values, send_to=peer, recv_from=peer, **options)
-
-
-# -- who listens ----------------------------------------------------------------------------------
-
-
-# -- buffers that are filled later ----------------------------------------------------------------
 
 
 def test_order_on_a_link_holds_behind_a_slow_buffer(ranks):

@@ -3,27 +3,19 @@
 import time
 
 import pytest
-import torch
 
 from gossipgrad.comm import Faults, Outcome, ScriptedDeathError
+from support.links import both, post
 from support.waiting import HANG_SECONDS, until
 
-D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
-
-
-def post(channel, peer, round, value=0.0, **options):
-    payload = torch.full((4,), float(value))
-    return channel.post(round, 0, payload, send_to=peer, recv_from=peer, **options)
+D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
 
 
 def test_what_is_dropped_never_arrives_and_the_link_goes_on(channels):
     a, b = channels(faults=Faults().drop(rank=1, round=0))
     lost, sent = post(a, 1, 0), post(b, 0, 0)
     assert (b.take(sent, HANG_SECONDS), a.take(lost, HANG_SECONDS)) == (D, V)
-    again = post(b, 0, 1, value=4)
-    mine = post(a, 1, 1)
-    assert (a.take(mine, HANG_SECONDS), b.take(again, HANG_SECONDS)) == (D, D)
-    assert mine.received.tolist() == [4.0] * 4
+    assert both(a, b, 1, value=4) == [4.0] * 4
 
 
 def test_what_is_delayed_arrives_later_in_order_and_the_sender_goes_on(channels, leave):
@@ -41,8 +33,7 @@ def test_what_is_delayed_arrives_later_in_order_and_the_sender_goes_on(channels,
 
 def test_a_killed_rank_dies_without_a_word(channels):
     a, b = channels(faults=Faults().kill(rank=1, round=1))
-    pair = post(a, 1, 0), post(b, 0, 0)
-    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+    both(a, b)
     mine = post(a, 1, 1)
     with pytest.raises(ScriptedDeathError, match="rank 1 was killed by script in round 1"):
         post(b, 0, 1)

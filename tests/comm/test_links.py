@@ -10,17 +10,12 @@ import torch
 
 from gossipgrad.comm import Channel, Header, Kind, Outcome, Part, TCPTransport
 from gossipgrad.errors import GossipError
-from support.links import RUN, cut, make_transports, ours, until_none_but
+from support.links import RUN, both, cut, make_transports, ours, post, until_none_but
 from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
-D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
+D, X = Outcome.DELIVERED, Outcome.DEAD_PEER
 GOOD = {"kind": Kind.DATA, "run": RUN, "sender": 1, "round": 0, "dtype": torch.float32}
-
-
-def post(channel, peer, round=0, value=0.0):
-    payload = torch.full((4,), float(value))
-    return channel.post(round, 0, payload, send_to=peer, recv_from=peer)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +58,7 @@ def test_a_stranger_on_the_port_disturbs_nobody(said):
     with socket.create_connection((host, int(port))) as stranger:
         with contextlib.suppress(OSError):
             stranger.sendall(said)
-        pair = post(a, 1), post(b, 0)
-        assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+        both(a, b)
         if said:
             stranger.settimeout(HANG_SECONDS)
             with contextlib.suppress(ConnectionResetError):
@@ -82,8 +76,7 @@ def test_garbage_of_a_rank_is_dropped_and_counted():
     for number, header in enumerate([b"", b"hello", bytes(1 << 14), good[:-1]]):
         ends[1].send(0, header, torch.zeros(16, dtype=torch.uint8))
         until(lambda number=number: a.poll() or a.refused == number + 1)
-    pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+    both(a, b)
     for end in ends:
         end.close()
 
@@ -155,8 +148,7 @@ def test_a_link_that_broke_is_seen_by_both_and_made_again_in_the_next_generation
     """Until then both ends see the other as gone, and neither hangs."""
     ends = make_transports("tcp", 2)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
-    pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], HANG_SECONDS), b.take(pair[1], HANG_SECONDS)) == (D, D)
+    both(a, b)
     waits = post(b, 0, round=1)
     cut(ends[0], 1)
     until(lambda: (a.poll(), b.poll()) and a.gone == {1: "was lost"} and b.gone == {0: "was lost"})
@@ -166,9 +158,7 @@ def test_a_link_that_broke_is_seen_by_both_and_made_again_in_the_next_generation
         end.enter(1, 3, [0, 1])
     assert a.gone == b.gone == {}
     until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (3, 3))
-    again = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
-    assert (a.take(again[0], HANG_SECONDS), b.take(again[1], HANG_SECONDS)) == (D, D)
-    assert again[0].received.tolist() == [6.0] * 4
+    assert both(a, b, round=3, value=6) == [6.0] * 4
     a.close()
     b.close()
 

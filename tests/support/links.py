@@ -5,12 +5,13 @@ import threading
 from collections.abc import Set
 
 import pytest
+import torch
 
-from gossipgrad.comm import Hub, TCPTransport, Transport
+from gossipgrad.comm import Channel, Exchange, Hub, Outcome, TCPTransport, Transport
 from support.ranks import run_ranks, where
 from support.waiting import HANG_SECONDS, until
 
-__all__ = ["RUN", "cut", "make_transports", "ours", "until_none_but"]
+__all__ = ["RUN", "both", "cut", "make_transports", "ours", "post", "until_none_but"]
 
 RUN = bytes(range(16))
 
@@ -21,6 +22,20 @@ def make_transports(kind: str, world_size: int) -> list[Transport]:
         hub = Hub(world_size)
         return [hub.transport(rank) for rank in range(world_size)]
     return run_ranks(world_size, lambda rank, group: TCPTransport(group))
+
+
+def post(channel: Channel, peer: int, round=0, value=0.0, bucket=0, size=4, **options) -> Exchange:
+    """Begins an exchange of equal numbers with a peer."""
+    values = torch.full((size,), float(value))
+    return channel.post(round, bucket, values, send_to=peer, recv_from=peer, **options)
+
+
+def both(a: Channel, b: Channel, round: int = 0, value: float = 0.0) -> list[float]:
+    """An exchange that counts; what the first one gets."""
+    mine, theirs = post(a, b.rank, round), post(b, a.rank, round, value)
+    ends = a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)
+    assert ends == (Outcome.DELIVERED,) * 2
+    return mine.received.tolist()
 
 
 def cut(transport: TCPTransport, peer: int) -> None:
