@@ -4,7 +4,6 @@ import contextlib
 import doctest
 import importlib
 import io
-import os
 import pkgutil
 import re
 import shlex
@@ -21,6 +20,7 @@ import gossipgrad
 from gossipgrad import cli, train
 from gossipgrad.train import TrainConfig
 from support.commands import given
+from support.doors import torchrun_environment
 from support.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
@@ -58,15 +58,7 @@ def blocks(language, page="README.md"):
 
 def readme_script(rank, store, port, script):
     """Runs it with what torchrun tells a worker; what it has printed."""
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "3",
-    }
+    torchrun_environment(rank, port, world_size=3)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})

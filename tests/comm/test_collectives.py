@@ -180,7 +180,7 @@ ACTS = ["post"] * 6 + ["void"] + ["deliver"] * 9 + ["meet", "meet", "resume", "r
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_what_one_end_counts_both_do_whatever_comes_between(schedule, acts, seed):
-    for script in range(10):
+    for script in range(20):
         random = Random(f"{seed} {script}")
         world = World(schedule, window=random.choice([1, 3]))
         for _ in range(random.choice([10, 20, 60, 150])):

@@ -180,12 +180,6 @@ def test_steps_of_the_rate_are_thirds_of_the_run_unless_given(tmp_path):
     assert resolved(tmp_path, lr_schedule="cosine").lr_step_epochs is None
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("gossip", 2), ("allreduce", 2), ("local", 1)])
-def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks):
-    rate = resolved(tmp_path, strategy=strategy, lr=0.5, lr_rule="linear").learning_rate
-    assert rate.peak == 0.5 * ranks
-
-
 def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"cannot read GOSSIPGRAD_SECRET_FILE=.*missing"):

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from gossipgrad.train import JobError, RunFailedError, TrainConfig, check
-from gossipgrad.train._device import find_device
 from support.alone import run_alone
-
-TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8"}
-SRUN = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8"}
 
 
 @pytest.fixture
@@ -22,27 +18,6 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
     return pretend
-
-
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
-        ({}, "cuda:2"),
-        ({**TORCHRUN, "LOCAL_RANK": "1"}, "cuda:1"),
-        ({**TORCHRUN, "LOCAL_RANK": "5"}, "cuda:1"),
-        ({**SRUN, "SLURM_LOCALID": "3"}, "cuda:3"),
-        (TORCHRUN, "cuda:2"),
-        ({**TORCHRUN, **SRUN, "LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, "cuda:1"),
-        # The shell of a batch job, and what another launcher has left: the ranks are our own.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, "cuda:2"),
-        ({"LOCAL_RANK": "1"}, "cuda:2"),
-    ],
-)
-def test_ranks_of_a_machine_share_out_its_gpus(gpus, environ, found):
-    gpus(4)
-    for device in ("cuda", "auto"):
-        assert str(find_device(TrainConfig(device=device), rank=6, environ=environ)) == found
-    assert find_device(TrainConfig(), rank=6, environ=environ).type == "cpu"
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused_before_the_start(gpus, tmp_path):
@@ -63,15 +38,29 @@ def test_a_gpu_that_is_not_used_is_told(gpus, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_trains_on_the_gpu_that_is_its_own(gpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+@pytest.mark.parametrize(
+    ("environ", "gpu"),
+    [
+        ({}, 0),
+        ({"LOCAL_RANK": "1"}, 1),
+        ({"LOCAL_RANK": "7"}, 3),  # ranks of a machine share out its four
+        # The shell of a batch job, in which torchrun has started the ranks.
+        ({"LOCAL_RANK": "2", "SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}, 2),
+    ],
+)
+def test_a_rank_trains_on_the_gpu_that_is_its_own(
+    gpus, tmp_path, monkeypatch, device, environ, gpu
+):
     def choose(device):
         raise OSError(f"here is no {device}")
 
-    gpus(2)
+    gpus(4)
     monkeypatch.setattr(torch.cuda, "set_device", choose)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(RunFailedError, match="here is no cuda:1"):
-        run_alone(tmp_path, device="cuda")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunFailedError, match=f"here is no cuda:{gpu}"):
+        run_alone(tmp_path, device=device)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Workers that join a run under way, in real processes."""
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -11,10 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from gossipgrad import checkpoint
-from gossipgrad.train import GossipConfig, JoinConfig, TrainConfig, config_of_run, join_run, run
+from gossipgrad.train import GossipConfig, JoinConfig, config_of_run, join_run, run
 from support.launched import (
     after_steps,
     config,
@@ -25,7 +23,6 @@ from support.launched import (
     when,
     workers,
 )
-from support.processes import run_processes
 from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
@@ -234,50 +231,3 @@ def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path
     assert {one["end"] for one in summary["joined"]} == {"finished"}
     with pytest.raises(ValueError, match="is not training"):
         join_run(JoinConfig(run=tmp_path))
-
-
-def train_until_joined(rank, store, environs, out):
-    """Trains in a world until somebody has joined; the exit code, and the summary if it has one."""
-    # Blocked in a fork server that a launch of workers has started, and so in what it forks.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
-
-    def tell():
-        until(lambda: count(Path(out), 2) > 8)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=tell, daemon=True).start()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        outcome = run(TrainConfig(epochs=10_000, log_every=1, trace=0, out=Path(out)))
-    return outcome.exit_code, outcome.summary
-
-
-@pytest.mark.slow
-def test_a_run_in_a_given_world_is_joined(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environs = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is hosted by no rank
-        }
-        for rank in range(2)
-    ]
-    joined = []
-
-    def join():
-        joined.append(join_run(JoinConfig(run=tmp_path, quiet=True)))
-
-    with when((tmp_path / "invitation.json").exists, join):
-        answers = run_processes(2, train_until_joined, environs, str(tmp_path), grouped=False)
-    assert [code for code, _ in answers] == [130, 130]
-    summary = answers[0][1]
-    assert answers[1][1] is None, "put together once"
-    assert joined[0].summary == summary
-    assert [one["rank"] for one in summary["joined"]] == [2]
-    assert summary["joined"][0]["end"] == "finished"
-    assert summary["steps_per_rank"][2] == joined[0].steps > 8
-    assert summary["model_is_consensus"]
-    assert summary["lost_ranks"] == []

@@ -17,10 +17,18 @@ def rates(rate, steps_per_epoch=2, epochs=4):
     ]
 
 
-@pytest.mark.parametrize(("rule", "peak"), [("none", 0.5), ("linear", 8.0), ("sqrt", 2.0)])
-def test_rule_scales_with_the_number_of_ranks(rule, peak):
-    assert rate_of(lr=0.5, ranks=16, lr_rule=rule).peak == peak
-    assert rate_of(lr=0.5, lr_rule=rule).peak == 0.5
+@pytest.mark.parametrize(
+    ("strategy", "rule", "peak"),
+    [
+        ("gossip", "none", 0.5),
+        ("gossip", "linear", 8.0),
+        ("allreduce", "sqrt", 2.0),
+        ("local", "linear", 0.5),
+    ],
+)
+def test_rule_scales_with_the_ranks_that_share_a_step(strategy, rule, peak):
+    assert rate_of(lr=0.5, ranks=16, strategy=strategy, lr_rule=rule).peak == peak
+    assert rate_of(lr=0.5, strategy=strategy, lr_rule=rule).peak == 0.5
 
 
 def test_schedules():

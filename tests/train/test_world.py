@@ -18,7 +18,6 @@ from gossipgrad.errors import GossipError
 from gossipgrad.train import (
     RunFailedError,
     TrainConfig,
-    World,
     _folder,
     _start,
     _worker,
@@ -108,34 +107,30 @@ def stopped_by_signal(
     return outcome.exit_code, outcome.summary
 
 
-def test_no_world_in_a_plain_shell():
-    assert find_world({"PATH": "/bin"}) is None
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
 
 
-def test_torchrun():
-    environ = {"RANK": "2", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "9"}
-    assert find_world(environ) == World(rank=2, world_size=4, launcher="torchrun")
-
-
-def test_slurm_needs_more_than_one_task():
-    assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-    assert find_world({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == World(
-        rank=1, world_size=2, launcher="Slurm"
-    )
-
-
-def test_an_explicit_number_of_workers_wins_in_a_batch_script_of_slurm():
-    """Which has the variables of a step that `srun` has not started."""
-    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
-    assert find_world(batch, nproc=4) is None
-    assert find_world(batch) == World(rank=0, world_size=4, launcher="Slurm")
-    assert find_world(batch | {"SLURM_STEP_ID": "0"}, nproc=4) is not None
+@pytest.mark.parametrize(
+    ("environ", "nproc", "found"),
+    [
+        ({"PATH": "/bin"}, None, None),
+        (BATCH | {"RANK": "2", "WORLD_SIZE": "3"}, None, (2, 3, "torchrun")),
+        (BATCH | {"SLURM_NTASKS": "1"}, None, None),
+        # A batch script has the variables of a step that `srun` has not started.
+        (BATCH, None, (0, 4, "Slurm")),
+        (BATCH, 4, None),
+        (BATCH | {"SLURM_STEP_ID": "0"}, 4, (0, 4, "Slurm")),
+    ],
+)
+def test_the_world_is_that_of_the_launcher(environ, nproc, found):
+    world = find_world(environ, nproc=nproc)
+    assert (world and (world.rank, world.world_size, world.launcher)) == found
 
 
 @pytest.mark.process
 def test_a_batch_script_of_slurm_starts_the_workers_that_it_asks_for(tmp_path, monkeypatch):
-    for name, value in {"PROCID": "0", "NTASKS": "4", "JOB_ID": "1"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
     options = {"start_seconds": HANG_SECONDS, "quiet": True}
     outcome = run(TrainConfig(nproc=2, epochs=1, out=tmp_path / "run", **options))
     assert outcome.exit_code == 0
@@ -144,8 +139,8 @@ def test_a_batch_script_of_slurm_starts_the_workers_that_it_asks_for(tmp_path, m
 
 
 def test_a_world_that_was_found_is_named_with_the_way_out(monkeypatch, capsys):
-    for name, value in {"PROCID": "0", "NTASKS": "4", "JOB_ID": "1"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="model"):
         run(TrainConfig(model="lenet"))
     told = capsys.readouterr().err
@@ -205,23 +200,19 @@ def test_workers_that_torchrun_starts_again_do_not_read_the_first_attempt(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "given", "address", "port"),
     [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("node[07-09,12]", "node07"),
-        ("gpu[3,5]-ib", "gpu3-ib"),
-        ("a-b[1-2],c[4-5]", "a-b1"),
+        ("n1", {}, "n1", "20001"),
+        ("n1,n2", {}, "n1", "20001"),
+        ("node[07-09,12]", {}, "node07", "20001"),
+        ("gpu[3,5]-ib", {}, "gpu3-ib", "20001"),
+        ("a-b[1-2],c[4-5]", {}, "a-b1", "20001"),
+        ("n1", {"MASTER_ADDR": "head", "MASTER_PORT": "1"}, "head", "1"),
     ],
 )
-def test_slurm_rendezvous_is_at_the_first_node(nodes, first):
-    environ = {"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "20001"}
-    assert slurm_rendezvous(environ) == {"MASTER_ADDR": first, "MASTER_PORT": "20001"}
-
-
-def test_slurm_rendezvous_keeps_what_is_set():
-    environ = {"SLURM_JOB_NODELIST": "n1", "MASTER_ADDR": "head", "MASTER_PORT": "1"}
-    assert slurm_rendezvous(environ) == {"MASTER_ADDR": "head", "MASTER_PORT": "1"}
+def test_slurm_rendezvous_is_at_the_first_node_unless_it_is_set(nodes, given, address, port):
+    environ = {"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "20001", **given}
+    assert slurm_rendezvous(environ) == {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def test_nproc_must_fit_the_world(monkeypatch):
