@@ -8,36 +8,13 @@ import pytest
 import gossipgrad as gg
 from gossipgrad.comm import Hub
 from support.deaths import take_for_dead
+from support.hanging_store import Hanging
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
 from support.storm import Storm, StormyTransport
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 HEARTBEATS = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=NEVER_SECONDS)
-
-
-class OutOfReach:
-    """A store whose answers do not come, until it can be reached again."""
-
-    def __init__(self, store):
-        self._store = store
-        self.reached = threading.Event()
-
-    def _ask(self, name, *arguments):
-        self.reached.wait(HANG_SECONDS)
-        return getattr(self._store, name)(*arguments)
-
-    def set(self, key, value):
-        return self._ask("set", key, value)
-
-    def get(self, key):
-        return self._ask("get", key)
-
-    def compare_set(self, key, expected, desired):
-        return self._ask("compare_set", key, expected, desired)
-
-    def delete_key(self, key):
-        return self._ask("delete_key", key)
 
 
 def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
@@ -79,7 +56,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             storm.part({0, 1}, {2, 3})
             watch = session._members.watch
             if not here:
-                watch._store = OutOfReach(watch._store)
+                watch._store = Hanging(watch._store)
             together.wait(HANG_SECONDS)  # who is given up must not read it in the store
             if rank == 0:  # it would see no sign of life of these
                 take_for_dead(session, 2)
@@ -93,7 +70,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
                 return session.membership.lost.keys()
             storm.heal()
             learned = step
-            watch._store.reached.set()
+            watch._store.answers.set()
             train_until(lambda: False)
         assert step >= learned
         assert flat(model).isfinite().all()

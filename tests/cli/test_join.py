@@ -36,11 +36,6 @@ def test_a_run_is_joined_or_started(option, capsys):
     assert f"{option} starts a run, and --join a takes part in one" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
-    assert cli.main(["train", "--join", str(tmp_path)]) == 2
-    assert "holds no run: name the folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("left", "end"), [(False, "to the end of the run"), (True, "and left")])
 def test_tells_what_it_did(left, end, capsys, monkeypatch):
     made = {"rank": 3, "steps": 1200, "samples": 19_200}

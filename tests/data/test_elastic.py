@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gossipgrad.comm import Membership
 from gossipgrad.data import ElasticBatches, ShardedBatches, TensorSamples
 from gossipgrad.errors import EvictedError
+from support.hanging_store import Hanging
 from support.waiting import HANG_SECONDS, until
 
 
@@ -331,33 +332,6 @@ def test_a_storm_of_comings_and_goings(seed):
     assert len(run.times(0)) == 198
 
 
-class Store(dist.Store):
-    """Answers, hangs or fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = threading.Event()
-        self.answers.set()
-        self.fails = False
-        self.inner = dist.HashStore()
-
-    def clone(self):
-        return self
-
-    def compare_set(self, key, expected, desired):
-        self._meet()
-        return self.inner.compare_set(key, expected, desired)
-
-    def set(self, key, value):
-        self._meet()
-        self.inner.set(key, value)
-
-    def _meet(self):
-        self.answers.wait()
-        if self.fails:
-            raise dist.DistNetworkError("Connection reset by peer")
-
-
 def be_patient(run, seconds):
     """How long batches wait for the store from now on."""
     for one in run.ranks.values():
@@ -370,14 +344,15 @@ def warnings_of(caplog):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_lost_store_ends_no_epoch_and_is_awaited_once(caplog, hangs):
-    store = Store()
+    store = Hanging(answers=True)
     run = Run(60, 2, store)
     run.in_turn(0, 1, epoch=0, steps=4)
     run.settle()
     be_patient(run, 0.2)
     if hangs:
         store.answers.clear()
-    store.fails = not hangs
+    else:
+        store.error = dist.DistNetworkError("Connection reset by peer")
     for epoch in (0, 1, 2):
         run.in_turn(0, 1, epoch=epoch)
         assert run.times(epoch) == once(60)
@@ -388,7 +363,7 @@ def test_a_lost_store_ends_no_epoch_and_is_awaited_once(caplog, hangs):
 
 
 def test_samples_are_assigned_again_when_the_store_answers_again():
-    store = Store()
+    store = Hanging(answers=True)
     run = Run(240, 2, store)
     run.in_turn(0, 1, epoch=0, steps=2)
     run.settle()

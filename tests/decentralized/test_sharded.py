@@ -1,6 +1,7 @@
 """FSDP2 inside a replica, gossip between replicas: against the unsharded run, in processes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Hub
 from support.processes import run_processes
-from support.ranks import run_ranks
 from support.replicas import network
+from support.sessions import run_sessions
 
 pytestmark = pytest.mark.process
 SHARDS = 2
@@ -101,29 +101,14 @@ def replica_of_shards(rank, store, replicas, whole):
 
 
 def replica_unsharded(replicas):
-    hub = Hub(replicas)
+    def use(me):
+        def inputs(step):
+            return torch.cat([batch(me.rank, shard, step) for shard in range(SHARDS)])
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-            **SETTINGS,
-        ) as session:
-            seen, squared = train(
-                model,
-                optimizer,
-                session,
-                lambda step: torch.cat([batch(rank, s, step) for s in range(SHARDS)]),
-            )
-            held = held_by(optimizer)
-            session.group.barrier()
-        return [seen, *held, [math.sqrt(squared)]]
+        seen, squared = train(me.model, me.optimizer, me.session, inputs)
+        return [seen, *held_by(me.optimizer), [math.sqrt(squared)]]
 
-    return run_ranks(replicas, rank_main)
+    return run_sessions(replicas, use, optimizer=partial(torch.optim.AdamW, lr=0.02), **SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import gossipgrad as gg
 from support.replicas import adam, network, plain_sgd
 from support.sessions import run_sessions
 
-WAY_OUT = r"zero_grad\(set_to_none=True\) and step\(\); the partner mixes what was sent"
 OPTIMIZERS = {
     "plain SGD": partial(torch.optim.SGD, lr=0.1),
     "AMSGrad": partial(torch.optim.Adam, amsgrad=True),

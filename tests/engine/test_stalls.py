@@ -27,9 +27,7 @@ PATIENT = gg.Overlap(patience_seconds=300.0)
 def run_stalling(world_size, use, **settings):
     """Run `use(me, stores)` in a thread per rank; each has a store that can be stopped."""
     inner, hub = dist.HashStore(), Hub(world_size)
-    stores = [Hanging(inner) for _ in range(world_size)]
-    for store in stores:
-        store.answers.set()
+    stores = [Hanging(inner, answers=True) for _ in range(world_size)]
 
     def rank_main(rank, _):
         model, group = network(), Group(stores[rank], rank, world_size)

@@ -25,10 +25,6 @@ def train(model, optimizer, steps, seed):
         optimizer.step()
 
 
-def weights(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
 def factors(optimizer):
     state = optimizer.state_dict()["state"]
     return [state[place]["left.0"] for place in sorted(state) if "left.0" in state[place]]

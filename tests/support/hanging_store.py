@@ -1,7 +1,7 @@
-"""A rendezvous store whose host may stand still."""
+"""A rendezvous store whose host may be stopped, or fail."""
 
 import threading
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -9,42 +9,25 @@ __all__ = ["Hanging"]
 
 
 class Hanging(dist.Store):
-    """Takes questions, and answers them when its event is set."""
+    """Takes questions; answers them when its event is set, by an error if it has one."""
 
-    def __init__(self, inner: dist.Store | None = None) -> None:
+    def __init__(self, inner: dist.Store | None = None, *, answers: bool = False) -> None:
         super().__init__()
-        self.answers = threading.Event()
-        self.written = 0
+        self.answers, self.error, self.written = threading.Event(), None, 0
         self._inner = dist.HashStore() if inner is None else inner
+        if answers:
+            self.answers.set()
 
     def clone(self) -> "Hanging":
         return self
 
-    def set(self, key: str, value: str) -> None:
+    def _ask(self, what: str, *arguments: Any) -> Any:
         self.answers.wait()
-        self.written += 1
-        self._inner.set(key, value)
+        if self.error is not None:
+            raise self.error
+        self.written += what == "set"
+        return getattr(self._inner, what)(*arguments)
 
-    def get(self, key: str) -> bytes:
-        self.answers.wait()
-        return self._inner.get(key)
 
-    def add(self, key: str, amount: int) -> int:
-        self.answers.wait()
-        return self._inner.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        self.answers.wait()
-        return self._inner.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.answers.wait()
-        return self._inner.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        self.answers.wait()
-        return self._inner.delete_key(key)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=1)) -> None:
-        self.answers.wait()
-        self._inner.wait(keys, timeout)
+for name in ("set", "get", "add", "check", "compare_set", "delete_key", "wait"):
+    setattr(Hanging, name, lambda self, *arguments, _what=name: self._ask(_what, *arguments))

@@ -48,9 +48,16 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ("max_staleness", {"options": {"gossip": {"max_staleness": 16}}}),
         ("patience_seconds", {"options": {"gossip": {"patience_seconds": math.inf}}}),
         ("compress", {"options": {"gossip": {"compress": "a tenth"}}}),
+        *((name, {name: 0}) for name in ("accumulate", "max_steps", "evaluate_every")),
+        ("clip_norm", {"clip_norm": 0.0}),
+        ("wandb", {"wandb": ""}),
+        ("apoptosis", {"apoptosis": 2.0}),
+        ("apoptosis", {"apoptosis": 0.05, "strategy": "suda", "optimizer": "muon"}),
+        ("apoptosis", {"apoptosis": 0.05, "checkpoint_every": 5}),
+        ("apoptosis", {"apoptosis": 0.05, "optimizer": "soap"}),
     ],
 )
-def test_refuses_numbers_out_of_range(name, options):
+def test_refuses_what_cannot_be(name, options):
     with pytest.raises(ValueError, match=rf"{name}\b"):
         TrainConfig(**options)
 
@@ -148,6 +155,13 @@ def test_missing_file_names_the_way_out(tmp_path):
             "density=0.02 is not us",
         ),
         ({"strategy": "local", "lr_rule": "sqrt"}, "lr_rule=sqrt is not used: strategy is local"),
+        *(
+            ({"strategy": "sparse", **options}, "momentum_correction=True is not used")
+            for options in (
+                {"options": {"sgd": {"momentum": 0.0}, "sparse": {"momentum_correction": True}}},
+                {"options": {"sparse": {"momentum_correction": True}}, "optimizer": "adamw"},
+            )
+        ),
         ({"lr_step_epochs": 3}, "lr_step_epochs=3 is not used: lr_schedule is cosine"),
         (
             {"options": {"sgd": {"momentum": 0.0}, "gossip": {"payload": "weights+state"}}},

@@ -125,8 +125,3 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ValueError, match="--wandb needs the package wandb: pip install"):
         check(TrainConfig(wandb="project"), 2)
-
-
-def test_a_project_has_a_name():
-    with pytest.raises(ValueError, match="wandb is '', but must be a name"):
-        TrainConfig(wandb="")

@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, RunFailedError, _run, run
+from gossipgrad.train import GossipConfig, RunFailedError, run
 from support import launched
 from support.agents import run_torchrun
 from support.held_workers import held_at, struck_at_start
@@ -83,8 +83,7 @@ def read_by_somebody(pipe):
 
 
 @pytest.mark.slow
-def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
+def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path):
     with after_steps(tmp_path, 20, stop(0), before=40):
         outcome = run(config(tmp_path, nproc=2, epochs=4, lost_after_seconds=15.0))
     assert outcome.exit_code == 0
@@ -100,9 +99,8 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch
         pytest.param(signal.SIGSTOP, "1.* start again", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_is_lost_at_start_up_ends_the_start(tmp_path, monkeypatch, number, what):
+def test_a_worker_that_is_lost_at_start_up_ends_the_start(tmp_path, number, what):
     """Also when it is stopped, and is never heard of."""
-    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
     seconds = HANG_SECONDS if number == signal.SIGKILL else 1.0
     options = launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=seconds)
     with struck_at_start(1, number), pytest.raises(RunFailedError, match=what):

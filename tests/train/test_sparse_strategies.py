@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gossipgrad import checkpoint
-from gossipgrad.train import SparseConfig, TrainConfig, config_of_run, run
+from gossipgrad.train import SparseConfig, config_of_run, run
 from support.alone import events
 from support.launched import config
 
@@ -61,11 +61,3 @@ def test_momentum_is_applied_before_selection_or_after_and_by_the_optimizer_of_o
     path = tmp_path / "True"
     run(dataclasses.replace(config_of_run(path), nproc=1, max_steps=40))
     assert momentum("True") == 0.9
-
-
-def test_a_correction_of_no_momentum_warns():
-    for of_sgd, optimizer in (({"momentum": 0.0}, "sgd"), ({}, "adamw")):
-        options = {"sparse": SparseConfig(momentum_correction=True), "sgd": of_sgd}
-        config = TrainConfig(strategy="sparse", optimizer=optimizer, options=options)
-        with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
-            config.warn_of_unused()
