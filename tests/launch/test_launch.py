@@ -35,6 +35,14 @@ if what == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / f"deaf{rank}").touch()
     time.sleep(10_000)
+if what == "saves":
+    asked = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: asked.append(1))
+    (folder / f"ready{rank}").touch()
+    while not asked:
+        time.sleep(0.05)
+    (folder / f"saved{rank}").touch()
 (folder / f"done{rank}").touch()
 """
 
@@ -264,6 +272,18 @@ def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(run: Run, script: Pa
         code, *_ = run("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
     assert code == 128 + signal.SIGINT
     assert not any(is_running(int(seen(tmp_path, rank)["pid"])) for rank in (0, 1))
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(run: Run, script: Path, tmp_path: Path):
+    """`timeout` signals its child, and then the whole group: a worker saves all the same."""
+
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)  # a second SIGTERM could merge with the first
+
+    with when((tmp_path / "ready0").exists, terminate):
+        run("--nproc", 1, script, tmp_path, "saves")
+    assert (tmp_path / "saved0").exists()
 
 
 def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path):

@@ -16,7 +16,8 @@ exit codes, of the workers that this command started:
   130  stopped by Ctrl-C (143: by SIGTERM, 129: by SIGHUP)
 
 A worker that fails is named in one line, and the others go on. Ctrl-C or SIGTERM is passed on to
-all workers; those that still run after --grace-seconds, or at a second one, are killed.
+all workers; those that still run after --grace-seconds are killed, and so are all if another one
+comes more than a second later.
 
 Across machines, start the same command on each, with its --node-rank:
   gossipgrad launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29500 --nproc 4 script.py

@@ -1,6 +1,7 @@
 """A launcher of worker processes in which the others survive the death of one."""
 
 from ._fork_server import ensure_fork_server as ensure_fork_server
+from ._launch import ECHO_SECONDS as ECHO_SECONDS
 from ._launch import SOME_LOST as SOME_LOST
 from ._launch import Launched as Launched
 from ._launch import launch as launch

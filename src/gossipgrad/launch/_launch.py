@@ -20,6 +20,8 @@ from ._worker import Command, Exit, Worker
 SOME_LOST = 3
 """The exit code when some workers failed and others reached their end."""
 
+# A signal to a process group may come twice: from there, and again from `timeout` or torchrun.
+ECHO_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -63,9 +65,9 @@ def launch(
     """Run a command in this node's processes with torchrun's environment, until each has ended.
 
     A worker that dies is named, and the others continue. The first SIGINT, SIGTERM or SIGHUP is
-    passed on to all workers, which have `grace_seconds` to end before they are killed; a second one
-    kills them immediately. No worker outlives this call. If this process is killed, the workers of
-    a command end, and those of a function continue.
+    passed on to all workers, which have `grace_seconds` to end before they are killed; another one
+    kills them immediately, if it comes more than a second later. No worker outlives this call. If
+    this process is killed, the workers of a command end, and those of a function continue.
 
     Args:
         command: A program and its arguments, or a function, which starts quickly if the fork server
@@ -180,13 +182,23 @@ def _defaults(rendezvous: Rendezvous) -> dict[str, str]:
 
 @contextmanager
 def _catch_signals(caught: list[signal.Signals]) -> Iterator[None]:
-    """Collect signals inside; outside the main thread Python delivers none."""
+    """Collect signals inside, the first one without its echoes.
+
+    Outside the main thread Python delivers none.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    first_seconds = 0.0
+
     def note(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number))
+        nonlocal first_seconds
+        now = time.monotonic()
+        if not caught:
+            first_seconds = now
+        if not caught or now > first_seconds + ECHO_SECONDS:
+            caught.append(signal.Signals(number))
 
     before = {
         number: signal.signal(number, note)

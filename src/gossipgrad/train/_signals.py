@@ -4,8 +4,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from gossipgrad.launch import ECHO_SECONDS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,7 +47,10 @@ def blocking_stops() -> Iterator[None]:
 
 @contextmanager
 def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
-    """Collect SIGINT and SIGTERM in a thread: the main one may be inside a collective."""
+    """Collect SIGINT and SIGTERM in a thread: the main one may be inside a collective.
+
+    `on_stop` is called for the first one, and for each that is no echo of it.
+    """
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
         yield stops
@@ -53,8 +59,13 @@ def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     wakeup_end.setblocking(False)
 
     def listen() -> None:
+        first_seconds = 0.0
         while number := read_end.recv(1):
-            if number[0] in _SIGNALS:
+            now = time.monotonic()
+            if not stops.caught:
+                first_seconds = now
+            is_echo = bool(stops.caught) and now <= first_seconds + ECHO_SECONDS
+            if number[0] in _SIGNALS and not is_echo:
                 stops.caught.append(signal.Signals(number[0]))
                 on_stop(stops)
 

@@ -8,7 +8,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -42,8 +41,6 @@ from ._state import reopen
 from ._tasks import load_job
 from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
 
-# Ctrl-C in a terminal comes twice: from there, and again from torchrun.
-_ECHO_SECONDS = 1.0
 # A store that hangs at the end is not awaited: what is in it is in the folder, too.
 _END_SECONDS = 2.0
 # For ranks that are all ready to make their links.
@@ -112,7 +109,6 @@ class _Worker:
         self._run_dir: RunDir | None = None  # if this rank has made it
         self._stop = threading.Event()
         self._has_begun = False
-        self._stop_seconds: float | None = None
 
     def connect(self, store: dist.Store) -> None:
         """Arrive in the store of the world."""
@@ -125,16 +121,12 @@ class _Worker:
 
     def on_stop(self, stops: Stops) -> None:
         """Take a signal: what it means depends on how far the run is."""
-        now = time.monotonic()
-        if self._stop_seconds is not None:
-            if now - self._stop_seconds > _ECHO_SECONDS:
-                end_at_once(stops)
-            return
+        if stops.insisted:
+            end_at_once(stops)
         if not self._has_begun:
             self._say(f"stopped by {stops.caught[0].name} before all ranks had started")
             self._free_folder()
             end_at_once(stops)
-        self._stop_seconds = now
         self._say("stopping at the next step; once more to stop at once")
         self._stop.set()
 
