@@ -24,14 +24,18 @@ def train(model, optimizer):
         optimizer.zero_grad()
 
 
-def sharded(rank, store, world_size):
+def trained_shards(world_size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = fully_shard(model_of(), mesh=mesh)
+    model = fully_shard(model_of(), mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = gg.Muon(model, weight_decay=0.1)
     train(model, optimizer)
+    return model, optimizer
+
+
+def sharded(rank, store, world_size):
+    model, _ = trained_shards(world_size)
     return [p.full_tensor().detach().tolist() for p in model.parameters()]
 
 
@@ -44,13 +48,7 @@ def test_shards_train_as_the_whole():
 
 
 def with_a_bad_shard(rank, store, world_size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = fully_shard(model_of(), mesh=mesh)
-    optimizer = gg.Muon(model)
-    train(model, optimizer)
+    model, optimizer = trained_shards(world_size)
     model(torch.ones(5, 6)).square().mean().backward()
     if rank == 1:
         model[0].weight.grad.to_local()[0, 0] = torch.nan
