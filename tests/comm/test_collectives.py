@@ -160,6 +160,7 @@ class World:
                     continue
                 assert exchange.received.item() == 1000 * peer + exchange.round
                 theirs = self.exchanges[peer][key]
+                assert theirs.gives
                 assert theirs.outcome is D or exchange.send_to != peer
         for end in self.ends:
             end.close(0.0)

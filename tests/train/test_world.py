@@ -139,7 +139,7 @@ def test_a_batch_script_of_slurm_starts_the_workers_that_it_asks_for(tmp_path, m
 
 
 def test_a_world_that_was_found_is_named_with_the_way_out(monkeypatch, capsys):
-    for name, value in BATCH.items():
+    for name, value in (BATCH | {"SLURM_JOB_ID": str(free_port() - 20_000)}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="model"):
         run(TrainConfig(model="lenet"))
