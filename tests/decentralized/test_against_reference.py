@@ -5,8 +5,15 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.topology import by_name
-from support.replicas import adam, assert_same_bits, gossip_adamw, set_gradients, train_reference
-from support.sessions import train
+from support.replicas import (
+    adam,
+    assert_same_bits,
+    gossip_adamw,
+    network,
+    set_gradients,
+    train_reference,
+)
+from support.sessions import run_sessions, train
 
 STEPS = 14
 
@@ -91,3 +98,22 @@ def test_periodic_average_to_tolerance(mode, average_every):
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_consensus_counts_what_is_under_way_and_what_rounding_took(dtype):
+    """In the middle of a round of three steps."""
+
+    def use(me):
+        me.train(STEPS)
+        return me.mean().double()
+
+    settings = {"every": 3, "mode": "overlap", "gradients": set_gradients}
+    make = {"make": lambda rank: network(dtype=dtype), "topology": "dissemination"}
+    found = run_sessions(4, use, **make, **settings)
+    schedule = by_name("dissemination", 4)
+    theirs = train_reference(4, STEPS, schedule=schedule, dtype=dtype, **settings)
+    expected = torch.cat([mean.flatten() for mean in theirs.consensus()])
+    rtol = 2**-8 if dtype is torch.bfloat16 else 1e-5
+    for mean in found:
+        torch.testing.assert_close(mean, expected, rtol=rtol, atol=1e-5)
