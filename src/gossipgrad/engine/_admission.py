@@ -36,7 +36,7 @@ from gossipgrad.comm import (
     plain,
     replica_state,
 )
-from gossipgrad.engine._arrival import place_of
+from gossipgrad.engine._arrival import position_of
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._joiner import (
     PIECE_BYTES,
@@ -229,7 +229,7 @@ class Admission:
         carried = self._carry() if callable(self._carry) else self._carry
         return {
             "replica": replica_state(self._replica.model, self._replica.optimizers),
-            "place": place_of(self._rounds, steps, self._every),
+            "position": position_of(self._rounds, steps, self._every),
             "run": self._rounds.channel.run,
             "carried": plain({} if carried is None else carried, _WHAT, True),
         }

@@ -7,9 +7,8 @@ from typing import Any
 
 from gossipgrad.comm import Membership, Outcome
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._stale_rounds import StaleRounds
 
-__all__ = ["Arrival", "Arriving", "place_of"]
+__all__ = ["Arrival", "Arriving", "position_of"]
 
 _LISTEN_SECONDS = 0.05
 
@@ -22,7 +21,7 @@ class Arrival:
         membership: The newest generation that it has read; the joiner is not in it yet.
         name: The name of the membership.
         donor: The rank whose replica it has.
-        place: The donor's position, as `place_of` returned it.
+        position: The donor's position, as `position_of` returned it.
         run: The run's 16 bytes.
         carried: The donor's `Session.carry`.
     """
@@ -30,15 +29,18 @@ class Arrival:
     membership: Membership
     name: str
     donor: int
-    place: Mapping[str, int]
+    position: Mapping[str, int]
     run: bytes
     carried: dict[str, Any]
 
 
-def place_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
+def position_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
     """Return a member's position at the beginning of its round, in rounds and in steps."""
-    starts = rounds.starts if isinstance(rounds, StaleRounds) else 0
-    return {"round": rounds.next_round, "steps": steps - steps % every, "starts": starts}
+    return {
+        "round": rounds.next_round,
+        "steps": steps - steps % every,
+        "starts": rounds.starts,
+    }
 
 
 class Arriving:
@@ -49,12 +51,12 @@ class Arriving:
     may have been too low; then it jumps.
 
     Args:
-        place: The donor's position.
+        position: The donor's position.
         every: Steps in a round.
     """
 
-    def __init__(self, place: Mapping[str, int], every: int) -> None:
-        self._place = place
+    def __init__(self, position: Mapping[str, int], every: int) -> None:
+        self._position = position
         self._every = every
         self._takes_part = False
 
@@ -63,7 +65,7 @@ class Arriving:
         deadline = time.monotonic() + wait_seconds
         while rounds.channel.heard < 0 and time.monotonic() < deadline:
             rounds.channel.poll(_LISTEN_SECONDS)
-        self._come_to(rounds, max(self._place["round"], rounds.channel.heard))
+        self._come_to(rounds, max(self._position["round"], rounds.channel.heard))
         return self._steps_at(rounds.next_round)
 
     def step(self, rounds: Rounds, steps: int, living: tuple[int, ...]) -> int:
@@ -81,7 +83,7 @@ class Arriving:
             rounds.channel.arrive(rounds.next_round, living)
             return self._steps_at(rounds.next_round + 1)
         ahead = max(0, rounds.channel.heard - rounds.next_round)
-        if steps % self._every or isinstance(rounds, StaleRounds):
+        if steps % self._every or rounds.never_waits:
             return steps
         rounds.jump(rounds.channel.heard)
         return steps + ahead * self._every
@@ -104,8 +106,7 @@ class Arriving:
 
     def _come_to(self, rounds: Rounds, round: int) -> None:
         rounds.next_round = round
-        if isinstance(rounds, StaleRounds):
-            rounds.starts = self._place["starts"]
+        rounds.starts = self._position["starts"]
 
     def _steps_at(self, round: int) -> int:
-        return self._place["steps"] + (round - self._place["round"]) * self._every
+        return self._position["steps"] + (round - self._position["round"]) * self._every

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from gossipgrad.comm import Channel, Group, Liveness, Recorder, Transport, all_parameters
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._flow import Flow
-from gossipgrad.engine._modes import Stale
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
-from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._tensors import largest_piece_bytes
-from gossipgrad.engine._waits import Waits
 from gossipgrad.errors import GossipError
 
 __all__ = ["check_growth", "connect"]
@@ -56,11 +53,7 @@ def connect(
         liveness=liveness,
         peers=None if arrival is None else arrival.membership.living,
     )
-    mode = settings.mode
-    if isinstance(mode, Stale):
-        return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
-    waits = Waits(channel, mode.patience_seconds)
-    return Rounds(channel, settings.schedule, waits=waits, recorder=recorder)
+    return Rounds(channel, settings.schedule, settings.mode, recorder=recorder)
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:

@@ -128,12 +128,12 @@ class StepDriver:
                 steps = self._arriving.collective(rounds, self._members.current.living)
                 self._go_to(self.steps if steps is None else steps)
             if self.is_boundary:
-                rounds.open(self._across(rounds.next_round))
+                rounds.start(self._across(rounds.next_round))
 
     def enter(self, arrival: Arrival, interval_seconds: float) -> None:
         """Move a joiner to the position of the others."""
         assert self._rounds is not None
-        self._arriving = Arriving(arrival.place, self._settings.every)
+        self._arriving = Arriving(arrival.position, self._settings.every)
         wait_seconds = _ENTER_SECONDS * interval_seconds
         self.steps = self.steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
         self.begin(sends=False)
@@ -273,12 +273,12 @@ class StepDriver:
         if averages and self._averaging.periodically(self.flows, steps, self._recorder):
             self.equal_at_step = steps
         if closes and across:
-            rounds.open(self._across(rounds.next_round))
+            rounds.start(self._across(rounds.next_round))
 
     def _hook_forward(self, flows: Sequence[Flow]) -> None:
         weights = [flow for flow in flows if flow.in_consensus]
-        self._read = [(flow, place) for flow in weights for place in range(len(flow.buckets))]
-        parameters = [[e.parameter for e in f.buckets[place].entries] for f, place in self._read]
+        self._read = [(flow, bucket) for flow in weights for bucket in range(len(flow.buckets))]
+        parameters = [[e.parameter for e in f.buckets[bucket].entries] for f, bucket in self._read]
         self._forward = ForwardHooks(self._replica.model, parameters, self._before_read)
 
     def _can_hide(self, rounds: Rounds) -> bool:
@@ -291,9 +291,9 @@ class StepDriver:
         self._forward.expect()
 
     def _before_read(self, number: int) -> None:
-        rounds, (flow, place) = self._rounds, self._read[number]
+        rounds, (flow, bucket) = self._rounds, self._read[number]
         assert rounds is not None
-        self._is_read_unmixed |= not rounds.mix_early(flow, place)
+        self._is_read_unmixed |= not rounds.mix_early(flow, bucket)
 
     def _follow(self, rounds: Rounds) -> None:
         """Enter the newest generation, and the others' round if this rank is joining."""

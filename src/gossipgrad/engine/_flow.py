@@ -123,9 +123,9 @@ class Bucket:
             return list(self._lasting)
         return [entry.tensor() for entry in self.entries]
 
-    def snapshot(self, into: Snapshot, place: int, round: int) -> Sendable:
-        """Copy the elements that a round sends into bucket `place` of a snapshot."""
-        return into.take(place, self.tensors())
+    def snapshot(self, into: Snapshot, bucket: int, round: int) -> Sendable:
+        """Copy the elements that a round sends into a bucket of a snapshot."""
+        return into.take(bucket, self.tensors())
 
     @torch.no_grad()
     def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
@@ -222,14 +222,14 @@ class Coordinates:
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the chosen elements of a bucket's tensors, concatenated."""
         return torch.cat(
-            [tensors[place].reshape(-1).index_select(0, at) for place, at in self.chosen]
+            [tensors[index].reshape(-1).index_select(0, at) for index, at in self.chosen]
         )
 
     def scatter(self, values: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write chosen elements back into the tensors."""
         sizes = [len(at) for _, at in self.chosen]
-        for (place, at), part in zip(self.chosen, values.split(sizes), strict=True):
-            tensor = tensors[place]
+        for (index, at), part in zip(self.chosen, values.split(sizes), strict=True):
+            tensor = tensors[index]
             flat = tensor.reshape(-1)  # a copy where it is not contiguous
             flat.scatter_(0, at, part)
             if flat.data_ptr() != tensor.data_ptr():
@@ -279,12 +279,12 @@ class MaskedBucket(Bucket):
         """Memory held in addition to the model, including indices."""
         return super().memory_bytes + sum(at.size_bytes for at in list(self._kept.values()))
 
-    def snapshot(self, into: Snapshot, place: int, round: int) -> Sendable:
-        """Copy the round's coordinates into bucket `place` of a snapshot."""
+    def snapshot(self, into: Snapshot, bucket: int, round: int) -> Sendable:
+        """Copy the round's coordinates into a bucket of a snapshot."""
         values = self._coordinates(round).gather(_present(self.tensors()))
         if missing := self._mask.largest_count(self.numel) - len(values):
             values = torch.cat([values, values.new_zeros(missing)])
-        return into.take(place, [values])
+        return into.take(bucket, [values])
 
     @torch.no_grad()
     def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
@@ -319,11 +319,11 @@ class MaskedBucket(Bucket):
             cuts = [0, *torch.searchsorted(flat, self._ends).tolist()]
             begins = [0, *self._ends.tolist()]
             chosen, offsets = [], []
-            for place in range(len(self._ends)):
-                if cuts[place] < cuts[place + 1]:
-                    at = flat[cuts[place] : cuts[place + 1]] - begins[place]
-                    chosen.append((place, at.to(self.device)))
-                    offsets.append(begins[place])
+            for index in range(len(self._ends)):
+                if cuts[index] < cuts[index + 1]:
+                    at = flat[cuts[index] : cuts[index + 1]] - begins[index]
+                    chosen.append((index, at.to(self.device)))
+                    offsets.append(begins[index])
             self._kept[round] = Coordinates(chosen, offsets)
             if len(self._kept) > self._rounds:
                 self._kept.popitem(last=False)

@@ -214,7 +214,7 @@ class Joiner:
             membership=self._read_membership(),
             name=self._name,
             donor=donor,
-            place=gift["place"],
+            position=gift["position"],
             run=gift["run"],
             carried=gift["carried"],
         )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.engine._flow import Delta, Flow
-from gossipgrad.engine._transfer import Transfer, earlier_of_partner, release
+from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.engine._transfer import Transfer, release
 from gossipgrad.engine._waits import Waits
 from gossipgrad.topology import Peers, Schedule
 
@@ -69,19 +70,30 @@ class PairDistance:
 
 
 class Rounds:
-    """The rounds of one session: the next one, transfers in flight, late ones, and counters.
+    """The rounds of one session: the next one, transfers in flight, and counters.
 
     All flows of a round share one partner. Nothing here is a collective, and no call raises for a
     late, dead or departed partner: the outcome is counted and training continues.
 
+    The modes differ in three numbers: how long a step waits for its partner, how many rounds later
+    a part may arrive, and the weight of a delta. In mode stale a step never waits. This rank's next
+    round is then `max(own + 1, highest received)`, and the rounds between are void.
+
+    A rank voids a round only before it says READY, and notifies the partner immediately, so an
+    exchange counts on both ends or on neither. It does so when no snapshot is free, and when the
+    partner owes a part of an earlier round for longer than the mode allows: a partner that hangs
+    holds one or two snapshots, not all.
+
     Args:
         channel: Exchanges are posted on it.
         schedule: The partners of each round.
-        waits: How long closing a round waits for its partner.
+        mode: See above.
         recorder: Gets the spans, if not None.
 
     Attributes:
+        never_waits: Whether no step waits for a partner: mode stale.
         next_round: The next round to be opened.
+        starts: Rounds opened without a step: the first, and after averages.
         closed_rounds: Number of closed rounds.
         late_rounds: Rounds whose parts had not arrived when they were due.
         void_rounds: Rounds that one of the two ends voided before it sent its part.
@@ -95,25 +107,28 @@ class Rounds:
         self,
         channel: Channel,
         schedule: Schedule,
+        mode: Mode,
         *,
-        waits: Waits,
         recorder: Recorder | None = None,
     ) -> None:
         self.channel = channel
         self.schedule = schedule
-        self.next_round = 0
+        self.next_round = self.starts = 0
         self.closed_rounds = self.late_rounds = self.void_rounds = 0
         self.exposed_seconds = self.mixing_seconds = 0.0
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
         self._rank = channel.rank
-        self._waits = waits
+        self.never_waits = isinstance(mode, Stale)
+        self._max_staleness = mode.max_staleness if isinstance(mode, Stale) else 0
+        self._largest_weight = mode.weight if isinstance(mode, Stale) else math.inf
+        self._waits = Waits(channel, 0.0 if isinstance(mode, Stale) else mode.patience_seconds)
         self._is_behind = False  # a partner has voided a round
         self._recorder = recorder
-        self._open: list[Transfer] = []
-        self._late: list[Transfer] = []
+        self._in_flight: list[Transfer] = []  # in the order of their rounds
+        self._opened = 0  # this rank's own rounds, sent or void
         self._early_squares: list[Tensor] = []  # of buckets mixed before `close`
-        self._last_void = self._last_late = -1
+        self._last_void = -1
         self._voids: deque[int] = deque(maxlen=_MANY_VOID)
         self._rarely_void_seconds = (
             time.perf_counter()
@@ -131,54 +146,119 @@ class Rounds:
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
-        """Transfers that were sent and are not mixed, of the open round and late ones."""
-        return [*self._late, *self._open]
+        """Transfers that were sent and are not mixed, in the order of their rounds."""
+        return [*self._in_flight]
 
     @property
     def has_late(self) -> bool:
         """Whether parts of closed rounds are still awaited."""
-        return bool(self._late)
+        return bool(self._late())
 
     def begin_step(self) -> None:
         """Let the next step wait as long as one may."""
         self._waits.begin_step()
 
     def position(self, steps: int, every: int) -> int:
-        """Return the run's position in steps, for a rank that has made `steps`."""
+        """Return the run's position in steps, for a rank that has made `steps`.
+
+        In mode stale that is the number of past rounds, including those jumped over, in steps.
+        """
+        if self.never_waits:
+            return max(0, self.next_round - self.starts) * every + steps % every
         return steps
 
-    def begin(self, flows: Sequence[Flow], *, frees_late: bool = False) -> list[Transfer]:
-        """Create one transfer per flow to the next round's partner, without sending.
+    # -- one round: open, close, and both in one --------------------------------------------
 
-        Return an empty list if this rank sits out, or cannot get a snapshot of every flow: the
-        whole round is then void, and the partner is notified. `frees_late` first frees snapshots of
-        late rounds: parts that have arrived are mixed, the oldest round is cancelled.
-        """
-        transfers = self._begin(flows, 0.0)
-        if transfers is None and frees_late:
-            self._mix_late([], time.perf_counter())
-            transfers = self._begin(flows, 0.0)
-        while transfers is None and frees_late and self._late:
-            self._give_up_oldest()
-            transfers = self._begin(flows, 0.0)
-        if transfers is None:  # they are on the way to partners that are ready
-            transfers = self._begin(flows, self._waits.transfer_seconds)
-        if transfers is not None:
-            return transfers
-        self.void(self.next_round, self.partners)
-        logger.warning(
-            "rank %d: round %d is void, its last snapshots are still being sent",
-            self._rank,
-            self.next_round,
-        )
-        return []
+    def start(self, flows: Sequence[Flow]) -> None:
+        """Open a round without a step: the first, or after a collective."""
+        self.starts += 1
+        self.open(flows)
 
     def open(self, flows: Sequence[Flow]) -> None:
-        """Take snapshots of the flows and send them to the next round's partner."""
+        """Take snapshots of the flows and send them to the next round's partner.
+
+        Mixes nothing unless snapshots are needed, so that weights stay as a collective or a loaded
+        state left them.
+        """
         start = time.perf_counter()
-        transfers, round = self.begin(flows, frees_late=True), self.next_round
+        transfers, round = self.begin(flows), self.next_round
         self.send(transfers)
         self._spent("snapshot", start, round=round)
+
+    def close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
+        """Wait for the partner's parts as long as a step may, and mix them; also late ones.
+
+        Each bucket is copied into a `following` transfer after it is mixed. Also closes a round
+        that this rank sat out.
+        """
+        squares, self._early_squares = self._early_squares, []
+        squares += self._mix(self._late(), 0.0)
+        squares += self._mix(self._open(), 0.0 if self.never_waits else None, following)
+        self.pair_distance.note(squares, self.schedule.period)
+        for transfer in self._in_flight:
+            transfer.is_closed = True
+        self.closed_rounds += 1
+        self._count_late()
+
+    def advance(self, flows_of: FlowsOf) -> None:
+        """Close the round and open the next.
+
+        A bucket is copied after the one before it is mixed, and posted after all are mixed: earlier
+        it would share the link with the rest of this round.
+
+        Closes before it opens if the next partner is already late, or no snapshot is free.
+        """
+        self._choose_round()
+        following = self._following(flows_of(self.next_round))
+        if following is None:
+            self.close()
+            self.open(flows_of(self.next_round))
+        else:
+            try:
+                self.close(following)
+                start, round = time.perf_counter(), self.next_round
+                self.send(list(following.values()))
+            except BaseException:
+                release([t for t in following.values() if not t.exchanges])
+                raise
+            self._spent("snapshot", start, round=round)
+        if self.never_waits:  # the partner may have been ready before
+            self.pair_distance.note(self._mix(self._open(), 0.0), self.schedule.period)
+
+    def _choose_round(self) -> None:
+        """Jump to the highest round that this rank knows of, if it has to.
+
+        In mode stale it always does. Otherwise a rank whose partner was past their round does:
+
+        1. Rank 3 sleeps for a minute, and the others stop waiting for it.
+        2. It wakes a thousand rounds behind, and each partner is past the round that they share.
+        3. If it went through all of them, each rank would wait for it whenever they meet, until
+           all had waited a minute.
+        4. A rank that is a few rounds behind catches up, as the others wait for it. Of ranks that
+           wait for each other none is further ahead than their number.
+        """
+        self.channel.poll()
+        is_far = self.channel.heard - self.next_round >= self.schedule.world_size
+        if self.never_waits or (self._is_behind and is_far and self.schedule.symmetric):
+            self.jump(self.channel.heard)
+        self._is_behind = False
+
+    def begin(self, flows: Sequence[Flow]) -> list[Transfer]:
+        """Create one transfer per flow to the next round's partner, without sending.
+
+        Return an empty list if this rank sits out, or if the round is void, of which the partner is
+        notified. For a free snapshot of every flow parts that have arrived are mixed; in a mode
+        that waits, late rounds are then cancelled, the oldest first.
+        """
+        peers, transfers = self.partners, None
+        if not self._owes(peers.send_to):
+            transfers = self._begin(flows, 0.0)
+            if transfers is None and not self.never_waits:
+                transfers = self._begin_with_late(flows)
+        if transfers is None:
+            self.void(self.next_round, peers)
+            return []
+        return transfers
 
     def send(self, transfers: Sequence[Transfer]) -> None:
         """Send the next round completely or not at all, even when Ctrl-C interrupts it.
@@ -197,85 +277,32 @@ class Rounds:
             raise
         finally:
             self.next_round += 1
+            self._opened += 1
             release([transfer for transfer in transfers if not transfer.exchanges])
-            self._take_on([transfer for transfer in transfers if transfer.exchanges])
+            for transfer in transfers:
+                if transfer.exchanges:  # a shard may be empty
+                    transfer.opened = self._opened
+                    self._in_flight.append(transfer)
 
-    def close(self) -> None:
-        """Wait for the partner's parts and mix them; also closes a round that this rank sat out."""
-        self.drain()
-        self.closed_rounds += 1
-
-    def advance(self, flows_of: FlowsOf) -> None:
-        """Close the round and open the next.
-
-        A bucket is copied after the one before it is mixed, and posted after all are mixed: earlier
-        it would share the link with the rest of this round.
-
-        Closes before it opens if the next partner is already late, or no snapshot is free.
-
-        A rank whose partner was past their round moves to the highest round that it knows of:
-
-        1. Rank 3 sleeps for a minute, and the others stop waiting for it.
-        2. It wakes a thousand rounds behind, and each partner is past the round that they share.
-        3. If it went through all of them, each rank would wait for it whenever they meet, until
-           all had waited a minute.
-        4. A rank that is a few rounds behind catches up, as the others wait for it. Of ranks that
-           wait for each other none is further ahead than their number.
-        """
-        is_far = self.channel.heard - self.next_round >= self.schedule.world_size
-        if self._is_behind and is_far and self.schedule.symmetric:
-            self.jump(self.channel.heard)
-        self._is_behind = False
-        following = self._following(flows_of(self.next_round))
-        if following is None:
-            self.close()
-            self.open(flows_of(self.next_round))
-            return
-        try:
-            self.drain(following=following)
-            start = time.perf_counter()
-            self.send(list(following.values()))
-        except BaseException:
-            release([t for t in following.values() if not t.exchanges])
-            raise
-        self.closed_rounds += 1
-        self._spent("snapshot", start, round=self.next_round - 1)
-
-    def mix_early(self, flow: Flow, place: int) -> bool:
+    def mix_early(self, flow: Flow, bucket: int) -> bool:
         """Mix one bucket of the open round before `close`, with the same wait.
 
         Return False if it is late; `close` then mixes it.
         """
         is_in_time = True
-        for transfer in self._open:
-            if transfer.flow is flow and place in transfer.exchanges.keys() - transfer.finished:
-                outcome = self.receive(transfer, place)
+        for transfer in self._open():
+            if transfer.flow is flow and bucket in transfer.exchanges.keys() - transfer.finished:
+                outcome = self.receive(transfer, bucket)
                 if outcome is Outcome.LATE:
                     is_in_time = False
                 else:
-                    self._mix_received(transfer, place, self._early_squares)
+                    self._mix_received(transfer, bucket, self._early_squares)
         return is_in_time
 
-    def drain(
-        self,
-        wait_seconds: float | None = None,
-        following: Mapping[Flow, Transfer] | None = None,
-    ) -> None:
-        """Mix everything in flight.
-
-        Waits `wait_seconds` for it. None: wait for the open round as long as a step may, and not
-        for parts that are late already. A bucket of a `following` transfer is copied after the one
-        before it is done.
-        """
+    def drain(self, wait_seconds: float) -> None:
+        """Mix everything in flight that arrives within `wait_seconds`."""
         squares, self._early_squares = self._early_squares, []
-        now = time.perf_counter()
-        self._mix_late(squares, now if wait_seconds is None else now + wait_seconds)
-        deadline = None if wait_seconds is None else now + wait_seconds
-        # A transfer leaves the list when it is done, so that an interrupt loses none.
-        while self._open:
-            if not self._finish(self._open[0], deadline, squares, following):
-                self._late.append(self._open[0])
-            del self._open[0]
+        squares += self._mix(self._in_flight, time.perf_counter() + wait_seconds)
         self.pair_distance.note(squares, self.schedule.period)
 
     def catch_up(self, *, closes: bool) -> None:
@@ -284,12 +311,10 @@ class Rounds:
         The open round stays open unless `closes`.
         """
         if closes:
-            self.drain()
-        squares: list[Tensor] = []
-        self._mix_late(squares, None)
-        self.pair_distance.note(squares, self.schedule.period)
-        while self._late:
-            self._give_up_oldest()
+            self.close()
+        self.pair_distance.note(self._mix(self._late(), None), self.schedule.period)
+        while late := self._late():
+            self._give_up(late[0])
 
     def jump(self, to_round: int) -> None:
         """Void rounds up to `to_round`, which is then the next, and notify partners."""
@@ -314,9 +339,9 @@ class Rounds:
 
     def cancel(self) -> None:
         """Cancel everything in flight without waiting."""
-        for transfer in self.in_flight:
+        for transfer in self._in_flight:
             transfer.cancel()
-        self._open, self._late = [], []
+        self._in_flight = []
 
     def void(self, round: int, peers: Peers) -> None:
         """Void a round before any part of it was sent, and notify the partner."""
@@ -325,44 +350,47 @@ class Rounds:
         self._note_void(round)
 
     def weight(self, transfer: Transfer) -> float:
-        """Return the weight of a transfer's deltas."""
-        return self.schedule.weight(transfer.round, self._rank, default=0.5)
+        """Return the weight of a transfer's deltas; of a matrix at most what the mode allows."""
+        largest = self._largest_weight
+        return min(
+            largest, self.schedule.weight(transfer.round, self._rank, default=min(0.5, largest))
+        )
 
-    def receive(self, transfer: Transfer, place: int, deadline: float | None = None) -> Outcome:
+    def receive(self, transfer: Transfer, bucket: int, deadline: float | None = None) -> Outcome:
         """Wait for one bucket until `deadline`, or as long as a step may; count the outcome."""
-        exchange = transfer.exchanges[place]
+        exchange = transfer.exchanges[bucket]
         start = time.perf_counter()
         waits = deadline is None
-        outcome = self._waits.take(exchange) if waits else transfer.wait(place, deadline)
+        outcome = self._waits.take(exchange) if waits else transfer.wait(bucket, deadline)
         end = time.perf_counter()
         self.exposed_seconds += end - start
         self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
-        if outcome is not Outcome.LATE and place not in transfer.counted:
-            transfer.counted.add(place)
+        if outcome is not Outcome.LATE and bucket not in transfer.counted:
+            transfer.counted.add(bucket)
             self.outcomes[outcome] += 1
             if outcome in (Outcome.VOID, Outcome.DEAD_PEER):
                 self._note_void(transfer.round, is_void=outcome is Outcome.VOID)
                 self._is_behind |= outcome is Outcome.VOID
             times = exchange.posted_seconds, exchange.finished_seconds or end
-            self._span("exchange", *times, **transfer.describe(place))
+            self._span("exchange", *times, **transfer.describe(bucket))
         return outcome
 
-    def mix(self, transfer: Transfer, place: int, delta: Delta | None) -> None:
+    def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
         """Add a delta, if not None, to its bucket, and finish the bucket."""
         if delta is None:
-            transfer.finished.add(place)
+            transfer.finished.add(bucket)
             return
         start = time.perf_counter()
         # Right before: an interrupt that arrives while torch adds is raised afterwards.
-        transfer.finished.add(place)
-        transfer.flow.buckets[place].add(delta, self.weight(transfer))
-        transfer.forget(place)
-        self._spent("mix", start, round=transfer.round, bucket=place)
+        transfer.finished.add(bucket)
+        transfer.flow.buckets[bucket].add(delta, self.weight(transfer))
+        transfer.forget(bucket)
+        self._spent("mix", start, round=transfer.round, bucket=bucket)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values, as if the open round were not sent yet."""
         # The open round is sent again after a resume.
-        unsent = [each for one in self._open for each in one.exchanges.values()]
+        unsent = [each for one in self._open() for each in one.exchanges.values()]
         counts = self.channel.counts_without(unsent)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
@@ -380,51 +408,76 @@ class Rounds:
         links = state["links"]
         self._before = {name: links[name] - getattr(self.channel, name) for name in _LINK_COUNTS}
 
-    def _finish(
-        self,
-        transfer: Transfer,
-        deadline: float | None,
-        squares: list[Tensor],
-        following: Mapping[Flow, Transfer] | None = None,
-        *,
-        again: bool = False,
-    ) -> bool:
-        """Mix the arrived parts of a transfer; return whether it is complete."""
-        next_transfer = None if following is None else following.get(transfer.flow)
-        for place in sorted(transfer.exchanges):
-            if place in transfer.finished:
-                continue
-            if self.receive(transfer, place, deadline) is Outcome.LATE:
-                self.outcomes[Outcome.LATE] += not again
-            else:
-                # Exchanges of a link count in order.
-                for late in earlier_of_partner(transfer, self._late):
-                    if self._finish(late, 0.0, squares, again=True):
-                        self._late.remove(late)
-                self._mix_received(transfer, place, squares)
-            if next_transfer is not None:
-                start = time.perf_counter()
-                next_transfer.fill(place)
-                self.mixing_seconds += time.perf_counter() - start
-        if transfer.is_finished:
-            transfer.release()
-            return True
-        if not again:
-            self.late_rounds += transfer.round != self._last_late
-            self._last_late = transfer.round
-            logger.warning(
-                "rank %d: rank %s is too late in round %d; continuing without it",
-                self._rank,
-                transfer.peers.recv_from,
-                transfer.round,
-            )
-        return False
+    def _open(self) -> list[Transfer]:
+        """Return the transfers of rounds that are open: one round, or several of one step."""
+        return [transfer for transfer in self._in_flight if not transfer.is_closed]
 
-    def _mix_received(self, transfer: Transfer, place: int, squares: list[Tensor]) -> None:
-        delta = transfer.delta(place)
+    def _late(self) -> list[Transfer]:
+        """Return the transfers of rounds that were closed before their parts arrived."""
+        return [transfer for transfer in self._in_flight if transfer.is_closed]
+
+    def _mix(
+        self,
+        transfers: Sequence[Transfer],
+        deadline: float | None,
+        following: Mapping[Flow, Transfer] | None = None,
+    ) -> list[Tensor]:
+        """Mix the parts of transfers that arrive until `deadline`; return the deltas' squares.
+
+        0: what has arrived; None: as long as a step may wait. A transfer that is finished is in
+        flight no more, and not before, so that an interrupt loses none.
+        """
+        squares: list[Tensor] = []
+        self.channel.poll()
+        for transfer in list(transfers):
+            next_transfer = None if following is None else following.get(transfer.flow)
+            for bucket in sorted(transfer.exchanges):
+                if bucket in transfer.finished:
+                    continue
+                is_late = deadline == 0 and transfer.exchanges[bucket].open
+                if not is_late and self.receive(transfer, bucket, deadline) is not Outcome.LATE:
+                    self._mix_received(transfer, bucket, squares)
+                if next_transfer is not None:
+                    start = time.perf_counter()
+                    next_transfer.fill(bucket)
+                    self.mixing_seconds += time.perf_counter() - start
+            if transfer.is_finished:
+                transfer.release()
+                self._in_flight.remove(transfer)
+        return squares
+
+    def _count_late(self) -> None:
+        """Count, once each, the rounds whose parts are later than the mode allows."""
+        for transfer in self._late():
+            if transfer.was_late or self._opened - transfer.opened < self._max_staleness:
+                continue
+            late_rounds = {one.round for one in self._in_flight if one.was_late}
+            transfer.was_late = True
+            self.outcomes[Outcome.LATE] += len(transfer.exchanges) - len(transfer.finished)
+            if transfer.round in late_rounds:
+                continue
+            self.late_rounds += 1
+            if not self.never_waits:
+                logger.warning(
+                    "rank %d: rank %s is too late in round %d; continuing without it",
+                    self._rank,
+                    transfer.peers.recv_from,
+                    transfer.round,
+                )
+
+    def _owes(self, partner: int | None) -> bool:
+        """Whether the partner has not answered for longer than mode stale allows."""
+        return self.never_waits and any(
+            transfer.peers.send_to == partner
+            and self._opened + 1 - transfer.opened > self._max_staleness
+            for transfer in self._in_flight
+        )
+
+    def _mix_received(self, transfer: Transfer, bucket: int, squares: list[Tensor]) -> None:
+        delta = transfer.delta(bucket)
         if delta is not None and delta.square is not None:
             squares.append(delta.square)
-        self.mix(transfer, place, delta)
+        self.mix(transfer, bucket, delta)
 
     def _begin(self, flows: Sequence[Flow], timeout_seconds: float) -> list[Transfer] | None:
         """Create one transfer per flow; [] if this rank sits out, None without a free snapshot."""
@@ -453,20 +506,26 @@ class Rounds:
         transfers = self._begin(flows, 0.0)
         return None if transfers is None else {t.flow: t for t in transfers}
 
-    def _take_on(self, transfers: Sequence[Transfer]) -> None:
-        """Track the transfers of the round that was just sent."""
-        self._open.extend(transfers)
+    def _begin_with_late(self, flows: Sequence[Flow]) -> list[Transfer] | None:
+        """As `_begin`, with snapshots of late rounds: a late partner must not block the rest."""
+        self._mix(self._late(), 0.0)
+        transfers = self._begin(flows, 0.0)
+        while transfers is None and (late := self._late()):
+            self._give_up(late[0])
+            transfers = self._begin(flows, 0.0)
+        if transfers is None:  # they are on the way to partners that are ready
+            transfers = self._begin(flows, self._waits.transfer_seconds)
+        if transfers is None:
+            logger.warning(
+                "rank %d: round %d is void, its last snapshots are still being sent",
+                self._rank,
+                self.next_round,
+            )
+        return transfers
 
-    def _mix_late(self, squares: list[Tensor], deadline: float | None) -> None:
-        """Mix parts of late transfers that arrive until `deadline`, or as long as a step waits."""
-        self.channel.poll()
-        for transfer in list(self._late):
-            if transfer in self._late and self._finish(transfer, deadline, squares, again=True):
-                self._late.remove(transfer)
-
-    def _give_up_oldest(self) -> None:
-        """Free the snapshot of the oldest late round: a late partner must not block the rest."""
-        transfer = self._late.pop(0)
+    def _give_up(self, transfer: Transfer) -> None:
+        """Cancel a late round."""
+        self._in_flight.remove(transfer)
         transfer.cancel()
         logger.warning(
             "rank %d: gave up round %d with rank %s, which is late; if that has begun to send, "

@@ -14,7 +14,6 @@ from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
-from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.errors import GossipError
 
 __all__ = ["StateKeeper", "take_state"]
@@ -67,7 +66,7 @@ class StateKeeper:
                 "steps": driver.steps,
                 "equal_at_step": driver.equal_at_step,
                 "next_round": next_round,
-                "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
+                "starts": 0 if rounds is None else rounds.starts,
                 "counters": {
                     "clamps": sum(int(b.clamped) for f in driver.flows for b in f.buckets),
                     "averages": self._averaging.state_dict(),
@@ -126,8 +125,7 @@ class StateKeeper:
         if rounds is not None:
             rounds.cancel()
             rounds.next_round = next_round
-            if isinstance(rounds, StaleRounds):
-                rounds.starts = session["starts"]
+            rounds.starts = session["starts"]
         load_replica(self._replica.model, self._replica.optimizers, state)
         _load_residuals(driver.flows, state["residuals"])
         counters = session["counters"]
@@ -182,7 +180,7 @@ def take_state(
         )
     if rounds is None:
         return state_at(0)
-    if drain or isinstance(rounds, StaleRounds):
+    if drain or rounds.never_waits:
         averaging.enter_collective("drain", driver.pending_change())
         averaging.drain()
         state = state_at(rounds.next_round)

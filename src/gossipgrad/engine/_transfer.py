@@ -12,13 +12,16 @@ from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, stage
 from gossipgrad.engine._flow import Delta, Flow, Phase, Sendable
 from gossipgrad.topology import Peers
 
-__all__ = ["Transfer", "earlier_of_partner", "release"]
+__all__ = ["Transfer", "release"]
 
 
 class Transfer:
     """One round of a flow in flight: the snapshot that was sent, and the exchanges by bucket.
 
     Attributes:
+        opened: How many rounds this rank had opened, with this one.
+        is_closed: Whether its round is closed: what is not finished yet is late.
+        was_late: Whether it was counted as late.
         exchanges: The exchange of each posted bucket.
         counted: Buckets whose outcome was counted.
         finished: Buckets that are mixed, or whose part will not arrive.
@@ -31,6 +34,8 @@ class Transfer:
         self.round = round
         self.generation = channel.generation
         self.peers = peers
+        self.opened = 0
+        self.is_closed = self.was_late = False
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
         self.counted: set[int] = set()
@@ -64,30 +69,30 @@ class Transfer:
         flats = [delta.flat for delta in list(self._deltas.values())]
         return sum(tensor.nbytes for tensor in (*parts, *flats) if tensor is not None)
 
-    def fill(self, place: int) -> None:
+    def fill(self, bucket: int) -> None:
         """Copy a bucket into the snapshot."""
-        self._filled[place] = self.flow.buckets[place].snapshot(self.snapshot, place, self.round)
+        self._filled[bucket] = self.flow.buckets[bucket].snapshot(self.snapshot, bucket, self.round)
 
-    def post(self, place: int) -> None:
+    def post(self, bucket: int) -> None:
         """Send a bucket, after copying it into the snapshot if that was not done."""
-        if place not in self._filled:
-            self.fill(place)
-        payload, filled = self._filled.pop(place)
+        if bucket not in self._filled:
+            self.fill(bucket)
+        payload, filled = self._filled.pop(bucket)
         is_on_host = self.flow.device.type == "cpu"
         if is_on_host and self.peers.recv_from is not None:
-            self._into[place] = self.flow.pool.lend(place)
+            self._into[bucket] = self.flow.pool.lend(bucket)
         exchange = self._channel.post(
             self.round,
-            self.flow.buckets[place].number,
+            self.flow.buckets[bucket].number,
             payload,
             send_to=self.peers.send_to,
             recv_from=self.peers.recv_from,
-            into=self._into.get(place),
+            into=self._into.get(bucket),
             ready=filled,
-            on_arrival=None if is_on_host else partial(self._stage, place),
+            on_arrival=None if is_on_host else partial(self._stage, bucket),
         )
         self.snapshot.hold(exchange.ticket)
-        self.exchanges[place] = exchange
+        self.exchanges[bucket] = exchange
 
     def post_all(self) -> None:
         """Send every bucket that was not sent yet."""
@@ -95,59 +100,59 @@ class Transfer:
         if self.flow.phase is Phase.AFTER_UPDATE:
             missing.reverse()  # the forward pass needs its first layers first
         # All copies first: sending wakes a thread, which competes for the processor.
-        for place in missing:
-            if place not in self._filled:
-                self.fill(place)
-        for place in missing:
-            self.post(place)
+        for bucket in missing:
+            if bucket not in self._filled:
+                self.fill(bucket)
+        for bucket in missing:
+            self.post(bucket)
         self._channel.send_agreed()
 
-    def wait(self, place: int, deadline: float) -> Outcome:
+    def wait(self, bucket: int, deadline: float) -> Outcome:
         """Wait for a bucket until `deadline` (`time.perf_counter`)."""
-        return self._channel.take(self.exchanges[place], max(0.0, deadline - time.perf_counter()))
+        return self._channel.take(self.exchanges[bucket], max(0.0, deadline - time.perf_counter()))
 
     def wait_all(self, deadline: float) -> None:
         """Wait for all buckets until `deadline` without mixing."""
-        for place in self.exchanges:
-            self.wait(place, deadline)
+        for bucket in self.exchanges:
+            self.wait(bucket, deadline)
 
     @torch.no_grad()
-    def delta(self, place: int) -> Delta | None:
+    def delta(self, bucket: int) -> Delta | None:
         """Return `received - snapshot` of a delivered bucket, None if there is nothing to mix."""
         with self._lock:
-            exchange = self.exchanges[place]
+            exchange = self.exchanges[bucket]
             received = exchange.received
-            if place in self._deltas or self._is_released or received is None:
-                return self._deltas.get(place)
-            sent = self.snapshot.flats[place]
-            version = self._versions.setdefault(place, received._version)
-            if received._version != version:  # Ctrl-C interrupted after the in-place subtraction
+            if bucket in self._deltas or self._is_released or received is None:
+                return self._deltas.get(bucket)
+            sent = self.snapshot.flats[bucket]
+            version = self._versions.setdefault(bucket, received._version)
+            if received._version != version:  # Ctrl-C interrupted after the in-bucket subtraction
                 sent = torch.zeros_like(sent)
             if self.flow.device.type != "cpu":
-                self._stage(place)
-                received = self._staged.pop(place)()
-            delta = self.flow.buckets[place].delta(received, sent, self.round)
-            self._deltas[place] = delta
+                self._stage(bucket)
+                received = self._staged.pop(bucket)()
+            delta = self.flow.buckets[bucket].delta(received, sent, self.round)
+            self._deltas[bucket] = delta
             exchange.received = None
             return delta
 
-    def forget(self, place: int) -> None:
+    def forget(self, bucket: int) -> None:
         """Drop a received part after it is mixed."""
-        self.exchanges[place].received = None
-        self._deltas.pop(place, None)
-        if (into := self._into.pop(place, None)) is not None:
-            self.flow.pool.give_back(place, into)
+        self.exchanges[bucket].received = None
+        self._deltas.pop(bucket, None)
+        if (into := self._into.pop(bucket, None)) is not None:
+            self.flow.pool.give_back(bucket, into)
 
-    def describe(self, place: int) -> dict[str, object]:
+    def describe(self, bucket: int) -> dict[str, object]:
         """Return a finished exchange's attributes for a trace."""
-        exchange = self.exchanges[place]
+        exchange = self.exchanges[bucket]
         return {
             "round": self.round,
             "generation": self.generation,
             "bucket": exchange.bucket,
             "send_to": exchange.send_to,
             "recv_from": exchange.recv_from,
-            "bytes": self.flow.parts[place].size_bytes,
+            "bytes": self.flow.parts[bucket].size_bytes,
             "outcome": exchange.outcome.value,
         }
 
@@ -160,29 +165,18 @@ class Transfer:
         if not again:  # it may belong to another transfer by now
             self.flow.pool.release(self.snapshot)
 
-    def _stage(self, place: int) -> None:
+    def _stage(self, bucket: int) -> None:
         with self._lock:
-            exchange = self.exchanges.get(place)  # None: it arrived before `post` has returned
+            exchange = self.exchanges.get(bucket)  # None: it arrived before `post` has returned
             received = None if exchange is None else exchange.received
-            if received is not None and place not in self._staged and not self._is_released:
-                self._staged[place] = stage(received, self.flow.device)
+            if received is not None and bucket not in self._staged and not self._is_released:
+                self._staged[bucket] = stage(received, self.flow.device)
 
     def cancel(self) -> None:
         """Cancel exchanges whose parts have not arrived."""
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
-
-
-def earlier_of_partner(transfer: Transfer, late: Sequence[Transfer]) -> list[Transfer]:
-    """Return unfinished late transfers of earlier rounds with the same partner."""
-    return [
-        one
-        for one in late
-        if one.round < transfer.round
-        and one.peers.recv_from == transfer.peers.recv_from
-        and not one.is_finished
-    ]
 
 
 def release(transfers: Sequence[Transfer]) -> None:
