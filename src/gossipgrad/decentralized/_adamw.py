@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossipgrad.engine import parameters_to_update
+from gossipgrad.optim import parameters_to_update
 
 __all__ = ["GossipAdamW"]
 

@@ -4,14 +4,10 @@ from gossipgrad.engine._arrival import Arrival as Arrival
 from gossipgrad.engine._check_replica import check_model as check_model
 from gossipgrad.engine._check_replica import check_replica as check_replica
 from gossipgrad.engine._claims import Claim as Claim
-from gossipgrad.engine._finite import are_finite as are_finite
-from gossipgrad.engine._finite import parameters_to_update as parameters_to_update
 from gossipgrad.engine._flow import Bucket as Bucket
 from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase
 from gossipgrad.engine._joiner import Joiner as Joiner
-from gossipgrad.engine._matrix_optimizer import MatrixOptimizer as MatrixOptimizer
-from gossipgrad.engine._matrix_optimizer import Parameters as Parameters
 from gossipgrad.engine._modes import Mode as Mode
 from gossipgrad.engine._modes import Overlap as Overlap
 from gossipgrad.engine._modes import Stale as Stale
@@ -20,8 +16,6 @@ from gossipgrad.engine._modes import check_stale as check_stale
 from gossipgrad.engine._modes import resolve_mode as resolve_mode
 from gossipgrad.engine._narrow import narrow as narrow
 from gossipgrad.engine._replica import Replica as Replica
-from gossipgrad.engine._roles import ADAMW as ADAMW
-from gossipgrad.engine._roles import choose_roles as choose_roles
 from gossipgrad.engine._rounds import Rounds as Rounds
 from gossipgrad.engine._session import Session as Session
 from gossipgrad.engine._settings import RoundSettings as RoundSettings

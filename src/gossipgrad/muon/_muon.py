@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import is_sharded, local
-from gossipgrad.engine import MatrixOptimizer, Parameters
 from gossipgrad.muon._polar import polarise, resolve_polar
+from gossipgrad.optim import MatrixOptimizer, Parameters
 
 __all__ = ["Muon"]
 

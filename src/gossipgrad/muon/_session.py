@@ -21,13 +21,13 @@ from gossipgrad.engine import (
     Session,
     Stats,
     Surgery,
-    are_finite,
     weight_entries,
 )
 from gossipgrad.errors import GossipError
 from gossipgrad.muon._backbones import Backbone, Polynomial, make_backbone
 from gossipgrad.muon._graph import Graph
 from gossipgrad.muon._muon import Muon
+from gossipgrad.optim import are_finite
 
 __all__ = ["SudaSession", "SudaSettings", "SudaStats"]
 

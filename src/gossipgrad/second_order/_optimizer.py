@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import Recorder, local, widened
-from gossipgrad.engine import ADAMW, MatrixOptimizer, Parameters
 from gossipgrad.errors import GossipError
+from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters
 from gossipgrad.second_order._blocks import Block, Unit, cut, make_units
 from gossipgrad.second_order._refresh import (
     Background,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad._messages import warn
-from gossipgrad.engine import Parameters
+from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import SecondOrder, check_fraction, check_sizes
 from gossipgrad.second_order._refresh import Background, Policy

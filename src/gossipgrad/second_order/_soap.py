@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipgrad.engine import Parameters
+from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
 from gossipgrad.second_order._optimizer import check_fraction

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossipgrad.engine import choose_roles
 from gossipgrad.muon import Muon, Polynomial, make_backbone, resolve_settings
+from gossipgrad.optim import choose_roles
 
 from ._replicas import Batches, Loss, Losses, Ranks, Replicas
 

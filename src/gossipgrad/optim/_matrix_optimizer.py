@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import local, widened
-from gossipgrad.engine._finite import parameters_to_update
-from gossipgrad.engine._roles import ADAMW, choose_roles
+from gossipgrad.optim._finite import parameters_to_update
+from gossipgrad.optim._roles import ADAMW, choose_roles
 
 __all__ = ["MatrixOptimizer", "Parameters"]
 

@@ -1,0 +1,8 @@
+"""The base of optimizers of matrices, and the gradients that an update may use."""
+
+from gossipgrad.optim._finite import are_finite as are_finite
+from gossipgrad.optim._finite import parameters_to_update as parameters_to_update
+from gossipgrad.optim._matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+from gossipgrad.optim._matrix_optimizer import Parameters as Parameters
+from gossipgrad.optim._roles import ADAMW as ADAMW
+from gossipgrad.optim._roles import choose_roles as choose_roles
