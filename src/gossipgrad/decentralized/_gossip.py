@@ -1,23 +1,17 @@
 """The function `gossip`: resolves its arguments to settings, and starts a session."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Unpack
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from gossipgrad._messages import warn
 from gossipgrad.comm import (
-    DEFAULT_BUCKET_BYTES,
     Group,
-    Heartbeats,
-    Recorder,
     Transport,
-    check_heartbeats,
-    check_ranks,
     check_timeout,
     fitting_bucket_bytes,
     resolve_group,
@@ -25,60 +19,30 @@ from gossipgrad.comm import (
     resolve_transport,
     trained_parameters,
 )
-from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._outer import Nesterov
+from gossipgrad.decentralized._options import (
+    GossipOptions,
+    choose,
+    resolve_settings,
+    with_options,
+)
 from gossipgrad.decentralized._session import GossipSession
-from gossipgrad.decentralized._settings import (
-    GossipSettings,
-    Gradients,
-    GradientsAndWeights,
-    Payload,
-    check_compress,
-    check_exchanges,
-    resolve_compress,
-    resolve_local_steps,
-    resolve_payload,
-)
-from gossipgrad.engine import (
-    Mode,
-    Replica,
-    check_numbers,
-    check_replica,
-    check_stale,
-    resolve_average_every,
-    resolve_mode,
-)
-from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
+from gossipgrad.engine import Replica, check_replica
 
 __all__ = ["gossip"]
 
 TransportFactory = Callable[[Group], Transport]
-_HEARTBEATS = Heartbeats()
 
 
+@with_options
 def gossip(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    topology: str | Schedule = "matching",
-    mode: str | Mode = "overlap",
-    payload: str | Payload = "weights",
-    every: int = 1,
-    average_every: int | str | None = None,
-    exchanges: int = 1,
-    local_steps: int | None = None,
-    outer: Nesterov | None = None,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
-    wire_dtype: torch.dtype | None = None,
-    compress: str | SharedMask | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    seed: int = 0,
-    bucket_bytes: int | None = None,
     transport: str | TransportFactory = "tcp",
-    recorder: Recorder | None = None,
-    heartbeats: Heartbeats | None = _HEARTBEATS,
     start_timeout_seconds: float = 30.0,
+    **options: Unpack[GossipOptions],
 ) -> GossipSession:
     """Train `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
 
@@ -135,6 +99,7 @@ def gossip(
             stay members, and after a death no average of all is possible.
         start_timeout_seconds: How long this call waits for the other ranks; the error names missing
             ranks.
+        **options: Those above that `GossipOptions` has.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
@@ -161,189 +126,28 @@ def gossip(
         `gossipgrad.decentralized._reference`. Local steps: Koneputugodage et al., Factored Gossip
         DiLoCo, arXiv:2606.22768; deviations in `gossipgrad.decentralized._reference_local_steps`.
     """
+    chosen = choose("gossip", options)
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     try:
-        check_settings(
-            topology=topology,
-            mode=mode,
-            payload=payload,
-            every=every,
-            average_every=average_every,
-            exchanges=exchanges,
-            local_steps=local_steps,
-            outer=outer,
-            wire_dtype=wire_dtype,
-            compress=compress,
-            scaler=scaler,
-            seed=seed,
-            bucket_bytes=bucket_bytes,
-            transport=transport,
-            heartbeats=heartbeats,
-        )
-        settings = resolve_settings(
-            group.world_size,
-            topology=topology,
-            mode=mode,
-            payload=payload,
-            every=every,
-            average_every=average_every,
-            exchanges=exchanges,
-            local_steps=local_steps,
-            outer=outer,
-            wire_dtype=wire_dtype,
-            compress=compress,
-            seed=seed,
-            bucket_bytes=fitting_bucket_bytes(
-                trained_parameters(model, optimizers).values(), wire_dtype
-            )
-            if bucket_bytes is None
-            else bucket_bytes,
-        )
+        resolve_transport(transport)
+        if chosen.bucket_bytes is None:
+            parameters = trained_parameters(model, optimizers).values()
+            bucket_bytes = fitting_bucket_bytes(parameters, chosen.wire_dtype)
+            chosen = replace(chosen, bucket_bytes=bucket_bytes)
+        settings = resolve_settings(group.world_size, chosen)
         with group.limit(start_timeout_seconds):
             return GossipSession(
                 Replica(model, optimizers, door="gossip"),
                 settings,
                 group=group,
                 transport=resolve_transport(transport),
-                scaler=scaler,
-                recorder=recorder,
-                heartbeats=heartbeats,
+                scaler=chosen.scaler,
+                recorder=chosen.recorder,
+                heartbeats=chosen.heartbeats,
             )
     except BaseException:
         group.close()
         raise
-
-
-def resolve_settings(
-    world_size: int,
-    *,
-    topology: str | Schedule,
-    mode: str | Mode,
-    payload: str | Payload,
-    every: int,
-    average_every: int | str | None,
-    exchanges: int = 1,
-    local_steps: int | None = None,
-    outer: Nesterov | None = None,
-    wire_dtype: torch.dtype | None,
-    compress: str | SharedMask | None,
-    seed: int,
-    bucket_bytes: int,
-) -> GossipSettings:
-    """Return the settings of a run that starts with `world_size` ranks; warn of unused ones.
-
-    `check_settings` must have passed them.
-    """
-    resolved_mode = resolve_mode(mode)
-    resolved_payload = resolve_payload(payload, resolved_mode)
-    if isinstance(resolved_payload, Gradients):
-        warn(
-            "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
-            "of the paper's abstract, kept for study; train with payload='weights'"
-        )
-    steps, optimizer = resolve_local_steps(local_steps, outer, every, resolved_payload)
-    compressor = resolve_compress(compress)
-    masked = compressor is not None
-    schedule = _resolve_schedule(topology, world_size, seed, seeds_all=not masked)
-    return GossipSettings(
-        schedule=schedule,
-        mode=resolved_mode,
-        payload=resolved_payload,
-        every=steps,
-        average_every=resolve_average_every(average_every, world_size),
-        wire_dtype=wire_dtype,
-        bucket_bytes=int(bucket_bytes),
-        exchanges=int(exchanges),
-        compress=compressor,
-        outer=optimizer,
-        seed=int(seed) if masked else 0,
-    )
-
-
-def check_settings(
-    *,
-    topology: object = "matching",
-    mode: Any = "overlap",
-    payload: Any = "weights",
-    every: object = 1,
-    average_every: Any = None,
-    exchanges: Any = 1,
-    local_steps: Any = None,
-    outer: Any = None,
-    wire_dtype: object = None,
-    compress: Any = None,
-    scaler: object = None,
-    seed: Any = 0,
-    bucket_bytes: object = None,
-    transport: object = "tcp",
-    heartbeats: object = None,
-    process_group: object = None,
-    mesh: object = None,
-    **_others: object,
-) -> None:
-    """Refuse settings of `gossip()` that are invalid for any group, before it exists; local.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    check_ranks(process_group, mesh)
-    size = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    check_numbers(every=every, bucket_bytes=size, wire_dtype=wire_dtype)
-    resolved_mode = resolve_mode(mode)
-    resolved = resolve_payload(payload, resolved_mode)
-    if isinstance(resolved, Gradients | GradientsAndWeights) and scaler is not None:
-        raise ValueError(
-            f"payload {resolved} sends gradients before the step, when each rank's scaler has "
-            "scaled them differently: use payload='weights'"
-        )
-    compressor = resolve_compress(compress)
-    check_compress(compressor, resolved, seed)
-    resolve_average_every(average_every, 1)
-    check_exchanges(exchanges, resolved_mode)
-    resolve_local_steps(local_steps, outer, every, resolved)
-    if isinstance(topology, str):
-        check_stale(
-            resolved_mode,
-            average_every=average_every,
-            symmetric=by_name(topology, 4).symmetric,  # any schedule of one or two ranks is
-            topology=repr(topology),
-        )
-    elif isinstance(topology, Schedule):
-        check_stale(
-            resolved_mode,
-            average_every=average_every,
-            symmetric=topology.symmetric,
-            topology=str(topology),
-        )
-    else:
-        raise ValueError(
-            f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
-            f"gossipgrad.topology, got {topology!r}"
-        )
-    resolve_transport(transport)
-    check_heartbeats(heartbeats)
-
-
-def _resolve_schedule(
-    topology: str | Schedule, world_size: int, seed: int, *, seeds_all: bool
-) -> Schedule:
-    """Return the schedule; warn of a seed without effect, if it `seeds_all`."""
-    unused = seeds_all and seed != 0
-    if isinstance(topology, str):
-        if topology == "ring" and unused:
-            warn(
-                f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
-                "ring(world_size, seed=..., rotate=True) does"
-            )
-        return by_name(topology, world_size, seed=seed)
-    if topology.world_size != world_size:
-        raise ValueError(
-            f"the schedule {topology} is for {topology.world_size} ranks, the group has "
-            f"{world_size}: make it for world_size={world_size}"
-        )
-    if unused:
-        warn(f"seed={seed} is ignored: the schedule given as topology has its own")
-    return topology

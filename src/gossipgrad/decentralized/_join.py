@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
+from typing import Unpack
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import (
     Group,
-    Heartbeats,
-    Recorder,
     Transport,
     fingerprint,
     load_replica,
@@ -19,40 +17,26 @@ from gossipgrad.comm import (
     resolve_optimizers,
     trained_parameters,
 )
-from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._gossip import check_settings, resolve_settings
-from gossipgrad.decentralized._outer import Nesterov
+from gossipgrad.decentralized._options import (
+    GossipOptions,
+    choose,
+    resolve_settings,
+    with_options,
+)
 from gossipgrad.decentralized._session import GossipSession
-from gossipgrad.decentralized._settings import Payload
-from gossipgrad.engine import Claim, Joiner, Mode, Replica, check_replica, narrow
-from gossipgrad.topology import Schedule
+from gossipgrad.engine import Claim, Joiner, Replica, check_replica, narrow
 
 __all__ = ["join"]
 
-_HEARTBEATS = Heartbeats()
 
-
+@with_options
 def join(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     address: str,
     *,
-    topology: str | Schedule = "matching",
-    mode: str | Mode = "overlap",
-    payload: str | Payload = "weights",
-    every: int = 1,
-    average_every: int | str | None = None,
-    exchanges: int = 1,
-    local_steps: int | None = None,
-    outer: Nesterov | None = None,
-    wire_dtype: torch.dtype | None = None,
-    compress: str | SharedMask | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    seed: int = 0,
-    bucket_bytes: int | None = None,
-    recorder: Recorder | None = None,
-    heartbeats: Heartbeats = _HEARTBEATS,
     timeout_seconds: float = 300.0,
+    **options: Unpack[GossipOptions],
 ) -> GossipSession:
     """Join a running `gossip()` run as one more rank; local to this one.
 
@@ -76,22 +60,9 @@ def join(
             becomes as narrow as theirs if they have shrunk since.
         optimizer: The optimizer, or several, as on the other ranks.
         address: The result of `GossipSession.join_address` on one of them.
-        topology: As in `gossip()`.
-        mode: As in `gossip()`.
-        payload: As in `gossip()`.
-        every: As in `gossip()`.
-        average_every: As in `gossip()`.
-        exchanges: As in `gossip()`.
-        local_steps: As in `gossip()`. This rank's outer momentum begins at zero.
-        outer: As in `gossip()`.
-        wire_dtype: As in `gossip()`.
-        compress: As in `gossip()`.
-        scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
-        seed: As in `gossip()`.
-        bucket_bytes: As in `gossip()`.
-        recorder: Gets spans of time.
-        heartbeats: As in `gossip()`.
         timeout_seconds: How long to wait until a member starts to send its replica.
+        **options: As in `gossip()`, except `heartbeats=None`. With `local_steps` this rank's outer
+            momentum begins at zero.
 
     Returns:
         The session. Its `rank` is a number that no rank had before, `joined_with` is the donor's
@@ -113,34 +84,20 @@ def join(
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="join")
-    chosen: dict[str, Any] = {
-        "topology": topology,
-        "mode": mode,
-        "payload": payload,
-        "every": every,
-        "average_every": average_every,
-        "exchanges": exchanges,
-        "local_steps": local_steps,
-        "outer": outer,
-        "wire_dtype": wire_dtype,
-        "compress": compress,
-        "seed": seed,
-        "bucket_bytes": bucket_bytes,
-    }
-    check_settings(**chosen, scaler=scaler, heartbeats=heartbeats)
-    if heartbeats is None:
+    chosen = choose("join", options)
+    if chosen.heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
     early = Claim("join")  # before anything is loaded; the session makes its own claim
     early.take(trained_parameters(model, optimizers))
     early.release()
     made = Joiner(address, timeout_seconds=timeout_seconds)
     with closing(made) as joiner:
-        if bucket_bytes is None:
-            chosen["bucket_bytes"] = joiner.bucket_bytes
-        settings = resolve_settings(joiner.world_size, **chosen)
+        if chosen.bucket_bytes is None:
+            chosen = replace(chosen, bucket_bytes=joiner.bucket_bytes)
+        settings = resolve_settings(joiner.world_size, chosen)
         narrow(model, joiner.shapes)
         joiner.check(
-            fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
+            fingerprint(model, optimizers, {**settings.describe(), "heartbeats": chosen.heartbeats})
         )
         replica, arrival = joiner.fetch()
         narrow(
@@ -161,9 +118,9 @@ def join(
             settings,
             group=group,
             transport=transport,
-            scaler=scaler,
-            recorder=recorder,
-            heartbeats=heartbeats,
+            scaler=chosen.scaler,
+            recorder=chosen.recorder,
+            heartbeats=chosen.heartbeats,
             arrival=arrival,
         )
     except BaseException:

@@ -93,7 +93,7 @@ class Rounds:
     Attributes:
         never_waits: Whether no step waits for a partner: mode stale.
         next_round: The next round to be opened.
-        starts: Rounds opened without a step: the first, and after averages.
+        starts: In mode stale, rounds opened without a step: the first, and after averages.
         closed_rounds: Number of closed rounds.
         late_rounds: Rounds whose parts had not arrived when they were due.
         void_rounds: Rounds that one of the two ends voided before it sent its part.
@@ -171,7 +171,8 @@ class Rounds:
 
     def start(self, flows: Sequence[Flow]) -> None:
         """Open a round without a step: the first, or after a collective."""
-        self.starts += 1
+        if self.never_waits:  # rounds are then not counted by steps
+            self.starts += 1
         self.open(flows)
 
     def open(self, flows: Sequence[Flow]) -> None:

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from gossipgrad._messages import warn
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES
 from gossipgrad.decentralized import (
+    Chosen,
     GossipAdamW,
     GossipSettings,
     Payload,
     Weights,
     WeightsAndState,
     check_moments,
-    check_settings,
     resolve_payload,
     resolve_settings,
     travels,
@@ -340,17 +340,15 @@ def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:
 
 def _settings_of_session(world_size: int, **options: Any) -> GossipSettings:
     """The settings that a session of gossip would have."""
-    check_settings(**options)
-    payload = resolve_payload(options["payload"], Overlap())
+    chosen = Chosen(**options, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    payload = resolve_payload(chosen.payload, Overlap())
     if not isinstance(payload, Weights | WeightsAndState):
         raise ValueError(
             f"virtual ranks exchange weights, with or without state, and not {payload}: choose "
             "payload='weights' or 'weights+state'"
         )
     # Local steps, masks and buckets are not simulated.
-    settings = resolve_settings(
-        world_size, **options, every=1, compress=None, bucket_bytes=DEFAULT_BUCKET_BYTES
-    )
+    settings = resolve_settings(world_size, chosen)
     if not isinstance(settings.mode, Overlap | Sync | Stale):
         raise ValueError(
             f"mode {settings.mode} cannot be simulated: choose 'overlap', 'sync', 'stale' or "

@@ -1,0 +1,196 @@
+"""The options that `gossip()` and `join()` share: names, types, defaults and checks."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from gossipgrad._messages import warn
+from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Heartbeats, Recorder, check_heartbeats
+from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._outer import Nesterov
+from gossipgrad.decentralized._settings import (
+    GossipSettings,
+    Gradients,
+    GradientsAndWeights,
+    Payload,
+    check_compress,
+    check_exchanges,
+    resolve_compress,
+    resolve_local_steps,
+    resolve_payload,
+)
+from gossipgrad.engine import (
+    Mode,
+    check_numbers,
+    check_stale,
+    resolve_average_every,
+    resolve_mode,
+)
+from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
+
+__all__ = ["Chosen", "GossipOptions", "choose", "resolve_settings", "with_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_HEARTBEATS = Heartbeats()
+
+
+class GossipOptions(TypedDict, total=False):
+    """Types of the options that `gossip()` describes, and `join()` takes, too."""
+
+    topology: str | Schedule
+    mode: str | Mode
+    payload: str | Payload
+    every: int
+    average_every: int | str | None
+    exchanges: int
+    local_steps: int | None
+    outer: Nesterov | None
+    wire_dtype: torch.dtype | None
+    compress: str | SharedMask | None
+    scaler: torch.amp.GradScaler | None
+    seed: int
+    bucket_bytes: int | None
+    recorder: Recorder | None
+    heartbeats: Heartbeats | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The options with their defaults, checked as far as that is possible before a group exists.
+
+    Raises:
+        ValueError: For the first option that is invalid for any group.
+    """
+
+    topology: Any = "matching"
+    mode: Any = "overlap"
+    payload: Any = "weights"
+    every: Any = 1
+    average_every: Any = None
+    exchanges: Any = 1
+    local_steps: Any = None
+    outer: Any = None
+    wire_dtype: Any = None
+    compress: Any = None
+    scaler: Any = None
+    seed: Any = 0
+    bucket_bytes: Any = None
+    recorder: Any = None
+    heartbeats: Any = _HEARTBEATS
+
+    def __post_init__(self) -> None:
+        size = DEFAULT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
+        check_numbers(every=self.every, bucket_bytes=size, wire_dtype=self.wire_dtype)
+        mode = resolve_mode(self.mode)
+        payload = resolve_payload(self.payload, mode)
+        if isinstance(payload, Gradients | GradientsAndWeights) and self.scaler is not None:
+            raise ValueError(
+                f"payload {payload} sends gradients before the step, when each rank's scaler has "
+                "scaled them differently: use payload='weights'"
+            )
+        check_compress(resolve_compress(self.compress), payload, self.seed)
+        resolve_average_every(self.average_every, 1)
+        check_exchanges(self.exchanges, mode)
+        resolve_local_steps(self.local_steps, self.outer, self.every, payload)
+        topology = self.topology
+        if isinstance(topology, str):
+            symmetric = by_name(topology, 4).symmetric  # any schedule of one or two ranks is
+        elif isinstance(topology, Schedule):
+            symmetric = topology.symmetric
+        else:
+            raise ValueError(
+                f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule "
+                f"from gossipgrad.topology, got {topology!r}"
+            )
+        shown = repr(topology) if isinstance(topology, str) else str(topology)
+        check_stale(mode, average_every=self.average_every, symmetric=symmetric, topology=shown)
+        check_heartbeats(self.heartbeats)
+
+
+def choose(function: str, options: Mapping[str, Any]) -> Chosen:
+    """Return the options of a call, with defaults for the others.
+
+    Raises:
+        TypeError: The function has no such option.
+        ValueError: An option is invalid.
+    """
+    known = [field.name for field in fields(Chosen)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f": do you mean {near[0]}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    return Chosen(**options)
+
+
+def with_options(function: F) -> F:
+    """Let `help()` show the options of a function that takes them as `**options`."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=GossipOptions.__annotations__[field.name],
+        )
+        for field in fields(Chosen)
+    ]
+    is_positional = [p.kind is not p.KEYWORD_ONLY for p in own].count(True)
+    parameters = [*own[:is_positional], *shared, *own[is_positional:]]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def resolve_settings(world_size: int, of: Chosen) -> GossipSettings:
+    """Return the settings of a run that starts with `world_size` ranks; warn of unused options."""
+    resolved_mode = resolve_mode(of.mode)
+    resolved_payload = resolve_payload(of.payload, resolved_mode)
+    if isinstance(resolved_payload, Gradients):
+        warn(
+            "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
+            "of the paper's abstract, kept for study; train with payload='weights'"
+        )
+    steps, optimizer = resolve_local_steps(of.local_steps, of.outer, of.every, resolved_payload)
+    compressor = resolve_compress(of.compress)
+    masked = compressor is not None
+    schedule = _resolve_schedule(of.topology, world_size, of.seed, seeds_all=not masked)
+    return GossipSettings(
+        schedule=schedule,
+        mode=resolved_mode,
+        payload=resolved_payload,
+        every=steps,
+        average_every=resolve_average_every(of.average_every, world_size),
+        wire_dtype=of.wire_dtype,
+        bucket_bytes=int(of.bucket_bytes),
+        exchanges=int(of.exchanges),
+        compress=compressor,
+        outer=optimizer,
+        seed=int(of.seed) if masked else 0,
+    )
+
+
+def _resolve_schedule(
+    topology: str | Schedule, world_size: int, seed: int, *, seeds_all: bool
+) -> Schedule:
+    """Return the schedule; warn of a seed without effect, if it `seeds_all`."""
+    unused = seeds_all and seed != 0
+    if isinstance(topology, str):
+        if topology == "ring" and unused:
+            warn(
+                f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
+                "ring(world_size, seed=..., rotate=True) does"
+            )
+        return by_name(topology, world_size, seed=seed)
+    if topology.world_size != world_size:
+        raise ValueError(
+            f"the schedule {topology} is for {topology.world_size} ranks, the group has "
+            f"{world_size}: make it for world_size={world_size}"
+        )
+    if unused:
+        warn(f"seed={seed} is ignored: the schedule given as topology has its own")
+    return topology
