@@ -16,49 +16,73 @@ __all__ = ["Snapshot", "SnapshotPool", "stage"]
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
-class Snapshot:
-    """A copy of all buckets at one moment, of the wire type, in host memory.
+class _Copy:
+    """A copy of one bucket, of the wire type, in host memory.
 
     On an accelerator the copy is first made there, on the stream of the training step. On CUDA a
     side stream then copies it to pinned host memory, so that the step never waits for the transfer.
     On other accelerators it is copied to host memory immediately.
-
-    Attributes:
-        flats: One flat tensor a bucket, of the wire type, shape `(numel,)`, on the tensors' device.
-        views: For each bucket one view a tensor, in the order of `BucketLayout.indices`.
     """
 
-    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self.flats = [torch.zeros(p.numel, dtype=p.dtype, device=device) for p in plan.parts]
-        self.views = [
-            [
-                piece.view(plan.specs[index].shape)
-                for piece, index in zip(
-                    flat.split([plan.specs[index].numel for index in layout.indices]),
-                    layout.indices,
-                    strict=True,
-                )
-            ]
-            for flat, layout in zip(self.flats, plan.buckets, strict=True)
-        ]
-        self._plan, self._device = plan, device
-        self._hosts: list[Tensor] = []
+    def __init__(self, plan: BucketPlan, bucket: int, device: torch.device) -> None:
+        part, self._layout = plan.parts[bucket], plan.buckets[bucket]
+        specs = [plan.specs[index] for index in self._layout.indices]
+        self.flat = torch.empty(part.numel, dtype=part.dtype, device=device)
+        pieces = self.flat.split([spec.numel for spec in specs])
+        self._views = [piece.view(spec.shape) for piece, spec in zip(pieces, specs, strict=True)]
+        self._device = device
+        self._host: Tensor | None = None
         if device.type == "cuda":
-            self._hosts = [torch.empty_like(f, device="cpu").pin_memory() for f in self.flats]
-            self._stream = torch.cuda.Stream(device)
+            self._host = torch.empty_like(self.flat, device="cpu").pin_memory()
         self._tickets: deque[Ticket] = deque()
 
     @property
     def size_bytes(self) -> int:
         """Memory on the device and on the host."""
-        return sum(flat.nbytes for flat in (*self.flats, *self._hosts))
+        return self.flat.nbytes + (0 if self._host is None else self._host.nbytes)
 
     @property
-    def free(self) -> bool:
-        """Whether every transport has released it."""
+    def is_sent(self) -> bool:
+        """Whether no transport reads it any more."""
         while self._tickets and self._tickets[0].done:
             self._tickets.popleft()
         return not self._tickets
+
+    def hold(self, ticket: Ticket) -> None:
+        """Keep it from being overwritten before `ticket` is done."""
+        if not ticket.done:
+            self._tickets.append(ticket)
+
+    def take(
+        self, tensors: Sequence[Tensor | None], stream: "torch.cuda.Stream | None"
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        """See `Snapshot.take`."""
+        flat, pairs = self.flat, list(zip(self._views, tensors, strict=True))
+        if missing := [view for view, tensor in pairs if tensor is None]:
+            torch._foreach_zero_(missing)
+        there = [(view, tensor) for view, tensor in pairs if tensor is not None]
+        if there:
+            torch._foreach_copy_([view for view, _ in there], [tensor for _, tensor in there])
+        if flat.dtype == torch.float16 and self._layout.dtype != torch.float16:
+            flat.clamp_(-_LARGEST_FP16, _LARGEST_FP16)
+        if self._host is None or stream is None:
+            return flat.cpu(), None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(flat, non_blocking=True)
+            return self._host, stream.record_event().synchronize
+
+
+class Snapshot:
+    """A copy of all buckets at one moment; it holds a bucket from `take` to `drop`."""
+
+    def __init__(self, pool: "SnapshotPool") -> None:
+        self._pool = pool
+        self._copies: dict[int, _Copy] = {}
+
+    def flat(self, bucket: int) -> Tensor:
+        """Return the copy of a bucket: flat, of the wire type, on the tensors' device."""
+        return self._copies[bucket].flat
 
     @torch.no_grad()
     def take(
@@ -72,43 +96,43 @@ class Snapshot:
         Returns:
             The values to send, in host memory, and a function to wait for before sending.
         """
-        flat = self.flats[bucket]
-        pairs = list(zip(self.views[bucket], tensors, strict=True))
-        if missing := [view for view, tensor in pairs if tensor is None]:
-            torch._foreach_zero_(missing)
-        there = [(view, tensor) for view, tensor in pairs if tensor is not None]
-        if there:
-            torch._foreach_copy_([view for view, _ in there], [tensor for _, tensor in there])
-        if flat.dtype == torch.float16 and self._plan.buckets[bucket].dtype != torch.float16:
-            flat.clamp_(-_LARGEST_FP16, _LARGEST_FP16)
-        if not self._hosts:
-            return flat.cpu(), None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._hosts[bucket].copy_(flat, non_blocking=True)
-            return self._hosts[bucket], self._stream.record_event().synchronize
+        if bucket not in self._copies:
+            self._copies[bucket] = self._pool.borrow(bucket)
+        return self._copies[bucket].take(tensors, self._pool.stream)
 
-    def hold(self, ticket: Ticket) -> None:
-        """Keep the snapshot from being overwritten before `ticket` is done."""
-        if not ticket.done:
-            self._tickets.append(ticket)
+    def hold(self, bucket: int, ticket: Ticket) -> None:
+        """Keep a bucket from being overwritten before `ticket` is done."""
+        self._copies[bucket].hold(ticket)
+
+    def drop(self, bucket: int) -> None:
+        """Return a bucket's copy, which is not read any more; another snapshot may use it."""
+        if (copy := self._copies.pop(bucket, None)) is not None:
+            self._pool.give_back(bucket, copy)
+
+    def release(self) -> None:
+        """Return all copies, and the snapshot, to the pool; once."""
+        for bucket in [*self._copies]:
+            self.drop(bucket)
+        self._pool.release(self)
 
 
 class SnapshotPool:
-    """At most `limit` snapshots, created when first needed and reused."""
+    """At most `limit` snapshots, with copies of buckets that are made when needed, and reused.
+
+    A step that mixes a bucket and then copies it for the next round needs one copy of each: the
+    next snapshot gets the memory of the one before it, bucket by bucket.
+    """
 
     def __init__(self, plan: BucketPlan, device: torch.device, limit: int) -> None:
-        self._plan = plan
+        self._plan, self._parts = plan, plan.parts
         self._device = device
         self._limit = limit
-        self._all: list[Snapshot] = []
-        self._used: set[int] = set()
+        self._taken: set[Snapshot] = set()
+        self._free: list[list[_Copy]] = [[] for _ in plan.buckets]  # the last was read last
+        self._made = [0] * len(plan.buckets)
         self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of all snapshots made so far."""
-        return sum(snapshot.size_bytes for snapshot in self._all)
+        self.size_bytes = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def spare_bytes(self) -> int:
@@ -117,12 +141,12 @@ class SnapshotPool:
 
     @property
     def limit_bytes(self) -> int:
-        """The upper limit of `size_bytes`."""
+        """The upper limit of `size_bytes`: memory of all copies."""
         sides = 2 if self._device.type == "cuda" else 1
         return self._limit * self._plan.size_bytes * sides
 
     def acquire(self, wait: Callable[[], None], timeout_seconds: float) -> Snapshot | None:
-        """Return a free snapshot, or None if there is none in time.
+        """Return a snapshot whose buckets can be taken, or None if there is none in time.
 
         Waits only for transports: if the owner uses every snapshot, returns None.
 
@@ -131,30 +155,47 @@ class SnapshotPool:
             timeout_seconds: How long to wait for a transport to release it.
         """
         deadline = time.perf_counter() + timeout_seconds
-        while True:
-            for snapshot in self._all:
-                if id(snapshot) not in self._used and snapshot.free:
-                    self._used.add(id(snapshot))
-                    return snapshot
-            if len(self._all) < self._limit:
-                self._all.append(Snapshot(self._plan, self._device))
-            elif len(self._used) == self._limit or time.perf_counter() > deadline:
-                return None
-            else:
-                wait()
+        while len(self._taken) < self._limit:
+            if all(self._has_one(bucket) for bucket in range(len(self._made))):
+                snapshot = Snapshot(self)
+                self._taken.add(snapshot)
+                return snapshot
+            if time.perf_counter() > deadline:
+                break
+            wait()
+        return None
+
+    def _has_one(self, bucket: int) -> bool:
+        return self._made[bucket] < self._limit or any(c.is_sent for c in self._free[bucket])
+
+    def borrow(self, bucket: int) -> _Copy:
+        """Return a copy that nothing reads; for a snapshot, which `acquire` has promised it."""
+        free = self._free[bucket]
+        for copy in reversed(free):
+            if copy.is_sent:
+                free.remove(copy)
+                return copy
+        copy = _Copy(self._plan, bucket, self._device)
+        self._made[bucket] += 1
+        self.size_bytes += copy.size_bytes
+        return copy
+
+    def give_back(self, bucket: int, copy: _Copy) -> None:
+        """Take a copy back; it is reused after its tickets are done."""
+        self._free[bucket].append(copy)
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Take a snapshot back, which holds no copy any more."""
+        self._taken.discard(snapshot)
 
     def lend(self, bucket: int) -> Tensor:
         """Return memory in which a part of a bucket may be received; in host memory."""
-        spare, part = self._spare.get(bucket), self._plan.parts[bucket]
+        spare, part = self._spare.get(bucket), self._parts[bucket]
         return spare.pop() if spare else torch.empty(part.numel, dtype=part.dtype, device="cpu")
 
-    def give_back(self, bucket: int, memory: Tensor) -> None:
-        """Take back memory that nothing reads or writes any more."""
+    def keep(self, bucket: int, memory: Tensor) -> None:
+        """Keep memory that nothing reads or writes any more for a later part."""
         self._spare.setdefault(bucket, []).append(memory)
-
-    def release(self, snapshot: Snapshot) -> None:
-        """Return a snapshot to the pool; it is reused after its tickets are done."""
-        self._used.discard(id(snapshot))
 
 
 def stage(received: Tensor, device: torch.device) -> Callable[[], Tensor]:

@@ -380,6 +380,7 @@ class Rounds:
         """Add a delta, if not None, to its bucket, and finish the bucket."""
         if delta is None:
             transfer.finished.add(bucket)
+            transfer.snapshot.drop(bucket)
             return
         start = time.perf_counter()
         # Right before: an interrupt that arrives while torch adds is raised afterwards.

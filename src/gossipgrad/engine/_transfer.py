@@ -91,7 +91,7 @@ class Transfer:
             ready=filled,
             on_arrival=None if is_on_host else partial(self._stage, bucket),
         )
-        self.snapshot.hold(exchange.ticket)
+        self.snapshot.hold(bucket, exchange.ticket)
         self.exchanges[bucket] = exchange
 
     def post_all(self) -> None:
@@ -124,7 +124,7 @@ class Transfer:
             received = exchange.received
             if bucket in self._deltas or self._is_released or received is None:
                 return self._deltas.get(bucket)
-            sent = self.snapshot.flats[bucket]
+            sent = self.snapshot.flat(bucket)
             version = self._versions.setdefault(bucket, received._version)
             if received._version != version:  # Ctrl-C interrupted after the in-bucket subtraction
                 sent = torch.zeros_like(sent)
@@ -134,6 +134,7 @@ class Transfer:
             delta = self.flow.buckets[bucket].delta(received, sent, self.round)
             self._deltas[bucket] = delta
             exchange.received = None
+            self.snapshot.drop(bucket)
             return delta
 
     def forget(self, bucket: int) -> None:
@@ -141,7 +142,7 @@ class Transfer:
         self.exchanges[bucket].received = None
         self._deltas.pop(bucket, None)
         if (into := self._into.pop(bucket, None)) is not None:
-            self.flow.pool.give_back(bucket, into)
+            self.flow.pool.keep(bucket, into)
 
     def describe(self, bucket: int) -> dict[str, object]:
         """Return a finished exchange's attributes for a trace."""
@@ -162,8 +163,8 @@ class Transfer:
             again, self._is_released = self._is_released, True
             self._staged.clear()
             self._into.clear()  # a cancelled part may still be written there
-        if not again:  # it may belong to another transfer by now
-            self.flow.pool.release(self.snapshot)
+        if not again:
+            self.snapshot.release()
 
     def _stage(self, bucket: int) -> None:
         with self._lock:
