@@ -119,6 +119,7 @@ class Rounds:
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
         self._rank = channel.rank
+        self._partners = schedule, 0, schedule.peers(0, channel.rank)
         self.never_waits = isinstance(mode, Stale)
         self._max_staleness = mode.max_staleness if isinstance(mode, Stale) else 0
         self._largest_weight = mode.weight if isinstance(mode, Stale) else math.inf
@@ -141,8 +142,12 @@ class Rounds:
 
     @property
     def partners(self) -> Peers:
-        """This rank's partners in the next round."""
-        return self.schedule.peers(self.next_round, self._rank)
+        """This rank's partners in the next round; they are computed once a round."""
+        schedule, round, peers = self._partners
+        if schedule is not self.schedule or round != self.next_round:
+            peers = self.schedule.peers(self.next_round, self._rank)
+            self._partners = self.schedule, self.next_round, peers
+        return peers
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
