@@ -301,6 +301,40 @@ def test_sigterm_to_all_processes_at_once_keeps_the_run(project: Path):
     assert load_file(project / "run" / "model.safetensors")["weight"].shape == (2, 8)
 
 
+_KEEPS_WORKERS = """
+import os
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from gossipgrad.train import Job
+
+def note(number):
+    Path(f"worker-{os.getpid()}").touch()
+
+def job():
+    points = TensorDataset(torch.ones(64, 8), torch.ones(64, dtype=torch.long))
+    return Job(
+        model=torch.nn.Linear(8, 2),
+        train_loader=lambda rank, size: DataLoader(
+            points, batch_size=8, num_workers=2, persistent_workers=True, worker_init_fn=note
+        ),
+        test=points,
+        loss=torch.nn.functional.cross_entropy,
+    )
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max-steps", "3"]])
+def test_workers_that_a_loader_keeps_end_with_the_run(project: Path, length):
+    (project / "keeps.py").write_text(_KEEPS_WORKERS)
+    options = ["--nproc", "2", *length, "--out", "run", "--quiet"]
+    assert main(["train", "--job", "keeps:job", *options]) == 0
+    pids = [name.name.removeprefix("worker-") for name in project.glob("worker-*")]
+    assert len(pids) >= 2
+    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
+
+
 _STARTS_OTHERS = """
 import subprocess
 import torch

@@ -2,7 +2,6 @@
 
 import json
 import time
-from statistics import median
 
 import pytest
 
@@ -168,8 +167,6 @@ def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
     }
     slow = {round for round, microseconds in with_rank_1.items() if microseconds > 600_000}
     assert slow & {12, 13, 14}, "one of three rounds is with rank 1"
-    # One or another may be slow on a machine that is busy.
-    assert median(took for round, took in with_rank_1.items() if round < 12) < 600_000
     assert script in (tmp_path / "report.html").read_text()
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM as a request to stop, not as an exception."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 from gossipgrad.launch import ECHO_SECONDS
 
@@ -43,6 +45,26 @@ def blocking_stops() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def ending_workers() -> Iterator[None]:
+    """End the workers of loaders that are started inside, at the latest when it is left.
+
+    A loader with `persistent_workers` keeps them. This process may end without the functions of
+    `atexit`, and they take no SIGTERM.
+    """
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        _kill([child for child in multiprocessing.active_children() if child not in before])
+
+
+def _kill(children: list[BaseProcess]) -> None:
+    for child in children:
+        if child.daemon:  # others may have something to end
+            child.kill()
 
 
 @contextmanager
@@ -86,4 +108,5 @@ def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
 
 def end_at_once(stops: Stops) -> None:
     """End this process with the shell's code for the last signal, whatever hangs in it."""
+    _kill(multiprocessing.active_children())
     os._exit(128 + stops.caught[-1])

@@ -35,7 +35,7 @@ from ._result import (
     short_cause,
 )
 from ._setup import RankInputs
-from ._signals import Stops, catch_stops, end_at_once
+from ._signals import Stops, catch_stops, end_at_once, ending_workers
 from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
@@ -85,7 +85,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     worker = _Worker(world)
-    with catch_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
+    with ending_workers(), catch_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
         seconds = (config or TrainConfig()).start_seconds
         worker.connect(open_store(world.rank, world.world_size, seconds))
         if config is not None and world.rank == 0:
