@@ -134,7 +134,10 @@ class _Launcher:
         """What a worker has handed in, else what its process ended with."""
         content = self._ends.read(end.rank)
         if content is None:
-            why = {"cause": end.cause, "is_consequence": end.rank in self._killed}
+            # A rank that another one's failure ends at the start hands in nothing.
+            gave_up = end.code > 0 and not self._start.has_begun()
+            is_consequence = gave_up or end.rank in self._killed
+            why = {"cause": end.cause, "is_consequence": is_consequence}
             content = self._ends.hand_in(end.rank, why)
         return content
 
