@@ -1,4 +1,4 @@
-"""Fault scripts: drawn by seed alone, always with a survivor; and what counts as promised."""
+"""Fault scripts: what counts as promised."""
 
 import json
 
@@ -7,51 +7,17 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.chaos._script import (
-    FIRST_JOINED,
-    FIRST_RESUMED,
     Fault,
     Script,
     Setting,
-    draw_script,
 )
-from benchmarks.chaos._training import EVALUATIONS, STEPS, differences
+from benchmarks.chaos._training import differences
 from benchmarks.chaos._verdict import judge, print_table
 
 SETTING = Setting(world_size=3, topology="matching", mode="overlap")
 KILL = Fault(kind="kill", ranks=(1,), moment="between", number=20)
 PAUSE = Fault(kind="pause", ranks=(2,), moment="anytime", number=3, seconds=1.5)
 UNDISTURBED = {"accuracy": 0.83, "seconds": 5.0}
-
-
-def draw(seed):
-    return draw_script(seed, steps=STEPS, evaluations=EVALUATIONS)
-
-
-def test_somebody_survives_every_script_of_one_start():
-    scripts = [draw(seed) for seed in range(FIRST_RESUMED)]
-    for script in scripts:
-        p = script.setting.world_size
-        assert len(script.killed) < p
-        for fault in script.faults:
-            assert len(set(fault.ranks)) == len(fault.ranks)
-            assert set(fault.ranks) <= {*range(p)}
-            assert (fault.seconds > 0) == (fault.kind != "kill")
-    kinds = {fault.kind for script in scripts for fault in script.faults}
-    assert kinds == {"kill", "pause", "slow", "cut", "off"}
-    moments = {fault.moment for script in scripts for fault in script.faults}
-    assert moments == {"between", "exchange", "consensus", "anytime"}
-    assert any(len(s.killed) == s.setting.world_size - 1 >= 3 for s in scripts)
-
-
-def test_all_ranks_of_a_later_seed_die_and_come_back_with_the_next_start():
-    for script in map(draw, range(FIRST_RESUMED, FIRST_JOINED)):
-        for start in range(1, script.resumes + 1):
-            kills = [f for f in script.faults if f.kind == "kill" and f.start == start]
-            killed = {rank for fault in kills for rank in fault.ranks}
-            assert killed == {*range(script.setting.world_size)}
-        assert script.killed == set()
-        assert not script.of_links
-        assert not (script.exact and script.setting.mode == "stale")
 
 
 def found(script, accuracies, **other):
@@ -97,7 +63,6 @@ def test_a_run_as_promised():
         ({0: 0.83, 2: 0.83}, {"seconds": 60.0}, "took 60.0 s"),
         ({0: 0.83, 2: 0.83}, {"left": ["ports left: 80"]}, "ports left: 80"),
         ({0: 0.83, 2: 0.83}, {"exit_code": 1}, "exit code 1"),
-        ({0: 0.83, 2: 0.83}, {"hang": "for ever"}, "hang: for ever"),
         ({0: 0.83, 2: 0.83}, {"differs": ["rank 1 differs"]}, "rank 1 differs"),
         ({0: 0.83, 2: 0.83}, {"starts": 2}, "start 2 of 1"),
         (

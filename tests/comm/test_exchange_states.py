@@ -82,9 +82,6 @@ class World:
             if self.cancels and any(exchange.open for exchange in rank.exchanges.values()):
                 yield "cancel", number
 
-    def do(self, act, number, *of):
-        getattr(self, act)(number, *of)
-
     def send(self, sender, receiver, kind, at):
         if not self.ranks[receiver].is_dead and not self.ranks[sender].is_dead:
             self.under_way[sender, receiver].append((kind, at))
@@ -215,8 +212,8 @@ def ring(rank, round):
 
 def replayed(script, *setting):
     world = World(*setting)
-    for act in script:
-        world.do(*act)
+    for act, *arguments in script:
+        getattr(world, act)(*arguments)
     return world
 
 

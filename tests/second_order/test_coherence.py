@@ -124,52 +124,6 @@ def test_data_parallel_processes_share_roots_and_lose_no_bit():
     assert shared[0][2] + shared[1][2] < 0.7 * (alone[0][2] + alone[1][2])
 
 
-@pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]])
-def test_means_of_roots_are_equal_on_all_ranks_and_those_of_all(nodes):
-    def rank_main(rank, group, links):
-        model, optimizer = build(Shampoo, Background(3, 2, fixed_delay=True))
-        used = []
-        optimizer.apply_root = lambda unit, value: (
-            used.append((unit.index, value)), Shampoo.apply_root(optimizer, unit, value)
-        )  # fmt: skip
-        own = []
-        sharing = share_roots(optimizer, how="mean", nodes=nodes, **PATIENT, **links)
-        compute = sharing._compute
-
-        def watched(job, run):
-            future = compute(job, run)
-            future.add_done_callback(lambda f: own.append(f.result()))
-            return future
-
-        sharing._compute = watched
-        train(model, optimizer, 1, seed=rank)
-        first, mine = dict(used), list(own)
-        train(model, optimizer, 9, seed=10 + rank)
-        optimizer.refresher.drain()
-        on_their_way = [value for u in range(3) if (value := optimizer.refresher.pending(u))]
-        group.barrier()
-        sharing.close()
-        optimizer.close()
-        return first, mine, used, on_their_way, sharing.stats
-
-    results = on_ranks(4, rank_main)
-    for unit, value in results[0][0].items():
-        mean = [sum(r[1][unit][side] for r in results) / 4 for side in (0, 1)]
-        torch.testing.assert_close(list(value), mean)
-    for _, _, used, _, stats in results:
-        assert stats.alone == 0
-        assert len(used) == len(results[0][2]) >= 9
-        for (unit, value), (unit_0, value_0) in zip(used, results[0][2], strict=True):
-            assert unit == unit_0
-            assert all(torch.equal(a, b) for a, b in zip(value, value_0, strict=True))
-    leaders = [node[0] for node in nodes]
-    sent = [value for _, value in results[0][2]] + results[0][3]
-    sizes = [sum(t.nbytes for t in value) for value in sent]
-    for rank, (*_, stats) in enumerate(results):
-        others = len(nodes) - 1 if rank in leaders else 0
-        assert stats.sent_bytes_to_other_nodes == others * sum(sizes)
-
-
 def test_a_late_rank_is_waited_for_once_and_then_all_compute_its_roots():
     late = threading.Event()
 
@@ -206,8 +160,6 @@ def test_ranks_that_are_gone_are_not_waited_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"how": "median"}, "owner"),
-        ({"how": "mean"}, "Shampoo"),
         ({"every": 0}, "every"),
         ({"patience_seconds": 0.0}, "patience"),
         ({"nodes": [[0], [1]]}, "nodes"),

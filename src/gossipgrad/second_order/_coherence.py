@@ -1,4 +1,4 @@
-"""Sharing of roots: computed once and used on all ranks, or averaged over ranks."""
+"""Sharing of roots: computed on one rank, and used on all."""
 
 import logging
 import math
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,6 @@ __all__ = ["RootSharing", "ShareStats", "share_roots"]
 
 logger = logging.getLogger(__name__)
 
-How = Literal["owner", "mean"]
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 _LISTEN_SECONDS = 0.05
@@ -47,7 +45,6 @@ _CLOSE_SECONDS = 5.0
 def share_roots(
     optimizer: Optimizer,
     *,
-    how: How = "owner",
     every: int = 1,
     nodes: Sequence[Sequence[int]] | None = None,
     patience_seconds: float = 10.0,
@@ -57,23 +54,18 @@ def share_roots(
 ) -> "RootSharing":
     """Share the roots of a second-order optimizer among ranks; a collective.
 
-    With `how="owner"` each unit of blocks belongs to one rank, which computes its roots from its
-    own factors and sends them to all others. With DDP, where factors are equal, results equal those
+    Each unit of blocks belongs to one rank, which computes its roots from its own factors and sends
+    them to all others. With DDP, where factors are equal, results equal those
     without sharing bit for bit, and each of p ranks computes 1/p of the roots. With gossip, where
     factors differ, ranks use equal bases for similar factors.
 
-    With `how="mean"` each rank computes all roots from its own factors, and uses the mean over
-    ranks: inside a node, between the first ranks of nodes, and back. For `gg.Shampoo`: a mean of
-    bases is not a basis.
-
     No rank waits for a late or dead one: if a root has not arrived `patience_seconds` after its
-    factors were copied, this rank computes it or uses its own, counted in `stats.alone`. If
+    factors were copied, this rank computes it, counted in `stats.alone`. If
     replicas have to be equal bit for bit, all ranks need the same kind of processor and the same
     torch.
 
     Args:
         optimizer: A `gg.SOAP`, `gg.KLShampoo` or `gg.Shampoo`.
-        how: `"owner"` or `"mean"`.
         every: Refreshes of a unit between two shared ones; in between each rank uses its own root.
         nodes: The ranks of each node, each rank once. A root is sent once to each other node, to
             its first rank. None: ranks of the same host form a node.
@@ -94,22 +86,14 @@ def share_roots(
         GossipError: A rank is missing after the timeout.
 
     References:
-        Asteria, arXiv:2605.16184: a block takes part in an exchange only when it is due, average
-        inside a node, between representatives, and back. Deviations: (1) `"owner"` is ours; (2) no
-        rank waits for another; (3) leaders send their means to each other instead of to one of
-        them.
+        Asteria, arXiv:2605.16184: a block takes part in an exchange only when it is due.
+        Deviations: (1) one rank's root is used instead of the mean over ranks, as a mean of bases
+        is no basis; (2) no rank waits for another.
     """
     if not isinstance(optimizer, SecondOrder):
         raise ValueError(
             f"{type(optimizer).__name__} has no roots to share: gg.SOAP, gg.KLShampoo and "
             "gg.Shampoo have"
-        )
-    if how not in get_args(How):
-        raise ValueError(f"how={how!r} is none of {', '.join(map(repr, get_args(How)))}")
-    if how == "mean" and not optimizer.roots_have_a_mean:
-        raise ValueError(
-            f"how='mean' is for gg.Shampoo: the mean of {type(optimizer).__name__}'s bases is no "
-            "basis. Use how='owner'"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
@@ -126,7 +110,6 @@ def share_roots(
                 optimizer,
                 group,
                 links,
-                how=how,
                 every=every,
                 nodes=_resolve_nodes(nodes, group),
                 patience_seconds=patience_seconds,
@@ -142,8 +125,8 @@ class ShareStats:
 
     Attributes:
         computed: Number of roots computed by this rank.
-        received: Number of roots or means that were received and used.
-        alone: Number of own roots used because those of others were late or missing.
+        received: Number of roots that were received and used.
+        alone: Number of roots of others that were computed here, as they were late or missing.
         sent_bytes: Bytes of roots sent to all ranks.
         sent_bytes_to_other_nodes: Bytes of these to other nodes.
     """
@@ -157,7 +140,7 @@ class ShareStats:
 
 @dataclass(slots=True, eq=False)
 class _Awaited:
-    """A root expected from others. `own` is this rank's result, if it has one."""
+    """A root expected from its owner."""
 
     unit: int
     step: int
@@ -165,7 +148,6 @@ class _Awaited:
     run: Run
     future: Future[Value]
     deadline: float
-    own: Value | None = None
 
 
 class RootSharing:
@@ -177,21 +159,20 @@ class RootSharing:
         group: Group,
         transport: Callable[[Group, int], Transport],
         *,
-        how: How,
         every: int,
         nodes: Sequence[Sequence[int]],
         patience_seconds: float,
     ) -> None:
         self.stats = ShareStats()
         self._optimizer, self._group = weakref.ref(optimizer), group
-        self._is_mean, self._every, self._patience = how == "mean", every, patience_seconds
+        self._every, self._patience = every, patience_seconds
         self._nodes = [tuple(node) for node in nodes]
         self._rank = group.rank
         self._node = next(n for n, ranks in enumerate(self._nodes) if group.rank in ranks)
         plan = optimizer.plan()
         self._specs = [optimizer.root_parts(unit) for unit in plan]
         self._owners = _deal([_cost(unit) for unit in plan], group.world_size)
-        described = [str(self._specs), how, every, self._nodes, type(optimizer).__name__]
+        described = [str(self._specs), every, self._nodes, type(optimizer).__name__]
         said = group.all_gather_object(str(described))
         if len(set(said)) > 1:
             other = next(rank for rank, each in enumerate(said) if each != said[0])
@@ -201,19 +182,15 @@ class RootSharing:
             )
         run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
         sizes = [sum(math.prod(s) * d.itemsize for s, d in parts) for parts in self._specs]
-        copies = 1 + (group.world_size + len(self._nodes)) * self._is_mean
         largest = max(sizes, default=1)
         self._channel = Channel(transport(group, largest), run=run, plan=[])
-        self._box = Mailbox(
-            self._channel, [Part(torch.uint8, size) for _ in range(copies) for size in sizes]
-        )
+        self._box = Mailbox(self._channel, [Part(torch.uint8, size) for size in sizes])
         for peer in sorted((self._near() | self._leaders()) - {self._rank}):
             self._channel.watch(peer)
         self._lock = threading.Lock()
         self._awaited: dict[int, _Awaited] = {}
         self._late: dict[int, int] = {}  # by rank, the step of its late root
         self._passed_on = [-1] * len(plan)
-        self._finished = [-1] * len(plan)
         self._is_closed = False
         group.barrier()  # all ranks have a mailbox before the first mail arrives
         self._thread = threading.Thread(
@@ -224,7 +201,7 @@ class RootSharing:
 
     @property
     def owners(self) -> list[int]:
-        """The rank that computes the roots of each unit, with `how="owner"`."""
+        """The rank that computes the roots of each unit."""
         return list(self._owners)
 
     def submit(self, unit: int, step: int, compute: Compute, run: Run) -> Future[Value]:
@@ -235,25 +212,22 @@ class RootSharing:
         is_due = step // optimizer.refresh.every % self._every == 0
         if self._is_closed or not is_planned or not is_due:
             return self._compute(compute, run)
-        if not self._is_mean and self._owners[unit] == self._rank:
+        if self._owners[unit] == self._rank:
             future = self._compute(compute, run)
             future.add_done_callback(lambda f: self._publish(unit, step, f))
             return future
-        is_late = self._is_late(unit)
-        if is_late and not self._is_mean:
+        if self._is_late(unit):
             self.stats.alone += 1
             return self._compute(compute, run)
-        patience = 0.0 if is_late else self._patience
-        awaited = _Awaited(unit, step, compute, run, Future(), time.monotonic() + patience)
+        deadline = time.monotonic() + self._patience
+        awaited = _Awaited(unit, step, compute, run, Future(), deadline)
         with self._lock:
             self._awaited[unit] = awaited
-        if self._is_mean:
-            self._compute(compute, run).add_done_callback(lambda f: self._offer(awaited, f))
         return awaited.future
 
     def _is_late(self, unit: int) -> bool:
-        """Whether the sender of the unit's root was late, and has sent none since."""
-        source, mail = self._source(unit), self._box.latest(unit)
+        """Whether the owner of the unit was late, and has sent none since."""
+        source, mail = self._owners[unit], self._box.latest(unit)
         if mail is not None and mail.version > self._late.get(source, mail.version):
             del self._late[source]
         return source in self._late
@@ -298,20 +272,6 @@ class RootSharing:
         if not future.cancelled() and future.exception() is None:
             self._send(unit, step, _encode(future.result()), self._near() | self._leaders())
 
-    def _offer(self, awaited: _Awaited, future: Future[Value]) -> None:
-        """Send this rank's part of a mean to the first rank of its node."""
-        if future.cancelled() or future.exception() is not None:
-            self._forget(awaited)
-            error = None if future.cancelled() else future.exception()
-            _complete(awaited.future, error or RuntimeError("the job was cancelled"))
-            return
-        awaited.own = future.result()
-        if self._is_closed:
-            _complete(awaited.future, awaited.own)
-            return
-        key = self._part_key(awaited.unit, self._rank)
-        self._send(key, awaited.step, _encode(awaited.own), {self._nodes[self._node][0]})
-
     def _send(self, key: int, version: int, values: Tensor, peers: set[int]) -> None:
         peers = peers - {self._rank} - self._channel.gone.keys()
         self._box.publish(key, values, version=version, peers=peers)
@@ -324,38 +284,24 @@ class RootSharing:
     def _leaders(self) -> set[int]:
         return {node[0] for node in self._nodes}
 
-    @property
-    def _is_leader(self) -> bool:
-        return self._nodes[self._node][0] == self._rank
-
-    def _part_key(self, unit: int, rank: int) -> int:
-        return len(self._specs) * (1 + rank) + unit
-
-    def _node_key(self, unit: int, node: int) -> int:
-        return len(self._specs) * (1 + self._group.world_size + node) + unit
-
     # -- what arrives ------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Receive briefly, forward roots that others need, and complete arrived ones."""
         self._channel.poll(_LISTEN_SECONDS)
-        if self._is_leader:
+        if self._rank in self._leaders():
             for unit in range(len(self._specs)):
-                self._pass_on_mean(unit) if self._is_mean else self._pass_on(unit)
+                self._pass_on(unit)
         gone, now = self._channel.gone, time.monotonic()
         for awaited in [*self._awaited.values()]:
             mail = self._box.take(awaited.unit, awaited.step)
             if mail is not None and self._forget(awaited):
                 self.stats.received += 1
                 _complete(awaited.future, _decode(mail.values, self._specs[awaited.unit]))
-            elif (source := self._source(awaited.unit)) in gone or now > awaited.deadline:
+            elif (source := self._owners[awaited.unit]) in gone or now > awaited.deadline:
                 if source not in gone:
                     self._late.setdefault(source, awaited.step)
                 self._go_alone(awaited)
-
-    def _source(self, unit: int) -> int:
-        """Return the rank that finally sends a unit's root or mean to this rank."""
-        return self._nodes[self._node][0] if self._is_mean else self._owners[unit]
 
     def _pass_on(self, unit: int) -> None:
         """Forward a root of another node to the rest of this one."""
@@ -367,40 +313,14 @@ class RootSharing:
         self.stats.sent_bytes += mail.values.nbytes * len(near)
         self._channel.send_mail(unit, mail.version, mail.values, near)
 
-    def _pass_on_mean(self, unit: int) -> None:
-        """As a node's first rank, send its mean to the others, and theirs to the node."""
-        gone, specs = self._channel.gone, self._specs[unit]
-        parts = [self._box.latest(self._part_key(unit, r)) for r in self._near() - gone.keys()]
-        version = parts[0].version if parts[0] is not None else -1
-        is_new = version > self._passed_on[unit]
-        if is_new and all(part is not None and part.version == version for part in parts):
-            self._passed_on[unit] = version
-            mean = _mean([_decode(p.values, specs) for p in parts if p is not None])
-            self._send(self._node_key(unit, self._node), version, _encode(mean), self._leaders())
-        living = [n for n, node in enumerate(self._nodes) if node[0] not in gone]
-        means = [self._box.latest(self._node_key(unit, node)) for node in living]
-        version = means[0].version if means[0] is not None else -1
-        if version <= self._finished[unit]:
-            return
-        if all(mean is not None and mean.version == version for mean in means):
-            self._finished[unit] = version
-            weights = [float(len(self._nodes[node])) for node in living]
-            mean = _mean([_decode(m.values, specs) for m in means if m is not None], weights)
-            self._send(unit, version, _encode(mean), self._near())
-
     def _go_alone(self, awaited: _Awaited) -> None:
-        """Use this rank's own root, if others have not sent it in the meantime."""
-        if self._is_mean and awaited.own is None:
-            return  # it is being computed
+        """Compute the root here, if its owner has not sent it in the meantime."""
         if not self._forget(awaited):
             return
         self.stats.alone += 1
-        if awaited.own is not None:
-            _complete(awaited.future, awaited.own)
-        else:
-            self._compute(awaited.compute, awaited.run).add_done_callback(
-                lambda f: _complete(awaited.future, f.exception() or f.result())
-            )
+        self._compute(awaited.compute, awaited.run).add_done_callback(
+            lambda f: _complete(awaited.future, f.exception() or f.result())
+        )
 
     def _forget(self, awaited: _Awaited) -> bool:
         with self._lock:
@@ -439,19 +359,6 @@ def _decode(values: Tensor, specs: Sequence[Spec]) -> Value:
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     pieces = zip(values.split(sizes), specs, strict=True)
     return tuple(piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in pieces)
-
-
-def _mean(values: Sequence[Value], weights: Sequence[float] | None = None) -> Value:
-    """Return the weighted mean, summed in order."""
-    weights = [1.0] * len(values) if weights is None else weights
-    total = sum(weights)
-    means = []
-    for parts in zip(*values, strict=True):
-        mean = torch.zeros_like(parts[0])
-        for part, weight in zip(parts, weights, strict=True):
-            mean.add_(part, alpha=weight / total)
-        means.append(mean)
-    return tuple(means)
 
 
 def _cost(unit: Unit) -> float:

@@ -73,7 +73,6 @@ class Shampoo(SecondOrder):
     """
 
     role = "shampoo"
-    roots_have_a_mean = True
     averaged = ("left", "right", "moment", "square")
 
     def __init__(
