@@ -97,7 +97,7 @@ class Snapshot:
             The values to send, in host memory, and a function to wait for before sending.
         """
         if bucket not in self._copies:
-            self._copies[bucket] = self._pool.borrow(bucket)
+            self._pool.borrow(bucket, self._copies)
         return self._copies[bucket].take(tensors, self._pool.stream)
 
     def hold(self, bucket: int, ticket: Ticket) -> None:
@@ -106,8 +106,9 @@ class Snapshot:
 
     def drop(self, bucket: int) -> None:
         """Return a bucket's copy, which is not read any more; another snapshot may use it."""
-        if (copy := self._copies.pop(bucket, None)) is not None:
+        if (copy := self._copies.get(bucket)) is not None:
             self._pool.give_back(bucket, copy)
+            self._copies.pop(bucket, None)
 
     def release(self) -> None:
         """Return all copies, and the snapshot, to the pool; once."""
@@ -168,21 +169,25 @@ class SnapshotPool:
     def _has_one(self, bucket: int) -> bool:
         return self._made[bucket] < self._limit or any(c.is_sent for c in self._free[bucket])
 
-    def borrow(self, bucket: int) -> _Copy:
-        """Return a copy that nothing reads; for a snapshot, which `acquire` has promised it."""
+    def borrow(self, bucket: int, copies: dict[int, _Copy]) -> None:
+        """Give a snapshot, to which `acquire` has promised it, a copy that nothing reads.
+
+        An interrupt between two lines loses none.
+        """
         free = self._free[bucket]
         for copy in reversed(free):
             if copy.is_sent:
+                copies[bucket] = copy
                 free.remove(copy)
-                return copy
-        copy = _Copy(self._plan, bucket, self._device)
+                return
+        copies[bucket] = copy = _Copy(self._plan, bucket, self._device)
         self._made[bucket] += 1
         self.size_bytes += copy.size_bytes
-        return copy
 
     def give_back(self, bucket: int, copy: _Copy) -> None:
-        """Take a copy back; it is reused after its tickets are done."""
-        self._free[bucket].append(copy)
+        """Take a copy back, once; it is reused after its tickets are done."""
+        if copy not in self._free[bucket]:
+            self._free[bucket].append(copy)
 
     def release(self, snapshot: Snapshot) -> None:
         """Take a snapshot back, which holds no copy any more."""

@@ -126,7 +126,7 @@ def gossip(
         `gossipgrad.decentralized._reference`. Local steps: Koneputugodage et al., Factored Gossip
         DiLoCo, arXiv:2606.22768; deviations in `gossipgrad.decentralized._reference_local_steps`.
     """
-    chosen = choose("gossip", options)
+    chosen = choose(gossip, options)
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)

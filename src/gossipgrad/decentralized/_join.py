@@ -84,7 +84,7 @@ def join(
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="join")
-    chosen = choose("join", options)
+    chosen = choose(join, options)
     if chosen.heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
     early = Claim("join")  # before anything is loaded; the session makes its own claim

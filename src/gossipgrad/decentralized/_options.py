@@ -111,19 +111,17 @@ class Chosen:
         check_heartbeats(self.heartbeats)
 
 
-def choose(function: str, options: Mapping[str, Any]) -> Chosen:
+def choose(function: Callable[..., Any], options: Mapping[str, Any]) -> Chosen:
     """Return the options of a call, with defaults for the others.
 
     Raises:
         TypeError: The function has no such option.
         ValueError: An option is invalid.
     """
-    known = [field.name for field in fields(Chosen)]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f": do you mean {near[0]}?" if near else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    for name in options.keys() - {field.name for field in fields(Chosen)}:
+        near = get_close_matches(name, inspect.signature(function).parameters, 1)
+        hint = f": do you mean {near[0]}?" if near else ""
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
     return Chosen(**options)
 
 

@@ -119,7 +119,7 @@ class Rounds:
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
         self._rank = channel.rank
-        self._partners = schedule, 0, schedule.peers(0, channel.rank)
+        self._partners: tuple[Schedule, int, Peers] | None = None
         self.never_waits = isinstance(mode, Stale)
         self._max_staleness = mode.max_staleness if isinstance(mode, Stale) else 0
         self._largest_weight = mode.weight if isinstance(mode, Stale) else math.inf
@@ -143,11 +143,11 @@ class Rounds:
     @property
     def partners(self) -> Peers:
         """This rank's partners in the next round; they are computed once a round."""
-        schedule, round, peers = self._partners
-        if schedule is not self.schedule or round != self.next_round:
+        known = self._partners
+        if known is None or known[0] is not self.schedule or known[1] != self.next_round:
             peers = self.schedule.peers(self.next_round, self._rank)
-            self._partners = self.schedule, self.next_round, peers
-        return peers
+            self._partners = known = self.schedule, self.next_round, peers
+        return known[2]
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
@@ -176,9 +176,12 @@ class Rounds:
 
     def start(self, flows: Sequence[Flow]) -> None:
         """Open a round without a step: the first, or after a collective."""
-        if self.never_waits:  # rounds are then not counted by steps
-            self.starts += 1
-        self.open(flows)
+        before = self.next_round
+        try:
+            self.open(flows)
+        finally:
+            if self.never_waits:  # rounds are then not counted by steps
+                self.starts += self.next_round - before
 
     def open(self, flows: Sequence[Flow]) -> None:
         """Take snapshots of the flows and send them to the next round's partner.
@@ -187,7 +190,7 @@ class Rounds:
         state left them.
         """
         start = time.perf_counter()
-        transfers, round = self.begin(flows), self.next_round
+        transfers, round = self.begin(flows, frees_late=True), self.next_round
         self.send(transfers)
         self._spent("snapshot", start, round=round)
 
@@ -197,13 +200,17 @@ class Rounds:
         Each bucket is copied into a `following` transfer after it is mixed. Also closes a round
         that this rank sat out.
         """
+        self._settle(following)
+        self.closed_rounds += 1
+
+    def _settle(self, following: Mapping[Flow, Transfer] | None = None) -> None:
+        """Mix late parts, and those of the open round, for which a step may wait."""
         squares, self._early_squares = self._early_squares, []
         squares += self._mix(self._late(), 0.0)
         squares += self._mix(self._open(), 0.0 if self.never_waits else None, following)
         self.pair_distance.note(squares, self.schedule.period)
         for transfer in self._in_flight:
             transfer.is_closed = True
-        self.closed_rounds += 1
         self._count_late()
 
     def advance(self, flows_of: FlowsOf) -> None:
@@ -249,18 +256,18 @@ class Rounds:
             self.jump(self.channel.heard)
         self._is_behind = False
 
-    def begin(self, flows: Sequence[Flow]) -> list[Transfer]:
+    def begin(self, flows: Sequence[Flow], *, frees_late: bool = False) -> list[Transfer]:
         """Create one transfer per flow to the next round's partner, without sending.
 
         Return an empty list if this rank sits out, or if the round is void, of which the partner is
-        notified. For a free snapshot of every flow parts that have arrived are mixed; in a mode
-        that waits, late rounds are then cancelled, the oldest first.
+        notified. `frees_late` gets a free snapshot of every flow: parts that have arrived are
+        mixed, and then late rounds are cancelled, the oldest first.
         """
         peers, transfers = self.partners, None
         if not self._owes(peers.send_to):
             transfers = self._begin(flows, 0.0)
             if transfers is None and not self.never_waits:
-                transfers = self._begin_with_late(flows)
+                transfers = self._begin_patiently(flows, frees_late=frees_late)
         if transfers is None:
             self.void(self.next_round, peers)
             return []
@@ -317,7 +324,7 @@ class Rounds:
         The open round stays open unless `closes`.
         """
         if closes:
-            self.close()
+            self._settle()
         self.pair_distance.note(self._mix(self._late(), None), self.schedule.period)
         while late := self._late():
             self._give_up(late[0])
@@ -513,13 +520,15 @@ class Rounds:
         transfers = self._begin(flows, 0.0)
         return None if transfers is None else {t.flow: t for t in transfers}
 
-    def _begin_with_late(self, flows: Sequence[Flow]) -> list[Transfer] | None:
+    def _begin_patiently(self, flows: Sequence[Flow], *, frees_late: bool) -> list[Transfer] | None:
         """As `_begin`, with snapshots of late rounds: a late partner must not block the rest."""
-        self._mix(self._late(), 0.0)
-        transfers = self._begin(flows, 0.0)
-        while transfers is None and (late := self._late()):
-            self._give_up(late[0])
+        transfers: list[Transfer] | None = None
+        if frees_late:
+            self._mix(self._late(), 0.0)
             transfers = self._begin(flows, 0.0)
+            while transfers is None and (late := self._late()):
+                self._give_up(late[0])
+                transfers = self._begin(flows, 0.0)
         if transfers is None:  # they are on the way to partners that are ready
             transfers = self._begin(flows, self._waits.transfer_seconds)
         if transfers is None:

@@ -126,7 +126,7 @@ class Transfer:
                 return self._deltas.get(bucket)
             sent = self.snapshot.flat(bucket)
             version = self._versions.setdefault(bucket, received._version)
-            if received._version != version:  # Ctrl-C interrupted after the in-bucket subtraction
+            if received._version != version:  # Ctrl-C interrupted after the in-place subtraction
                 sent = torch.zeros_like(sent)
             if self.flow.device.type != "cpu":
                 self._stage(bucket)

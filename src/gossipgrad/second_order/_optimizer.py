@@ -95,7 +95,6 @@ class SecondOrder(MatrixOptimizer):
         self._check_budget()
 
     can_resize = False
-    """Whether a mean of several ranks' roots is a root."""
     averaged: ClassVar[tuple[str, ...]] = ("left", "right")
     """Tensors of a unit that may be averaged over ranks, as they do not depend on a rank's
     basis."""

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM as a request to stop, not as an exception."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from gossipgrad.launch import ECHO_SECONDS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OVER = b"\0"  # no signal has this number
 
 
 class Stops:
@@ -51,13 +53,14 @@ def blocking_stops() -> Iterator[None]:
 def ending_workers() -> Iterator[None]:
     """End the workers of loaders that are started inside, at the latest when it is left.
 
-    A loader with `persistent_workers` keeps them. This process may end without the functions of
-    `atexit`, and they take no SIGTERM.
+    A loader with `persistent_workers` keeps them until it is collected. This process may end
+    without the functions of `atexit`, and they take no SIGTERM.
     """
     before = multiprocessing.active_children()
     try:
         yield
     finally:
+        gc.collect()
         _kill([child for child in multiprocessing.active_children() if child not in before])
 
 
@@ -82,7 +85,7 @@ def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
 
     def listen() -> None:
         first_seconds = 0.0
-        while number := read_end.recv(1):
+        while (number := read_end.recv(1)) not in (b"", _OVER):
             now = time.monotonic()
             if not stops.caught:
                 first_seconds = now
@@ -101,8 +104,9 @@ def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        wakeup_end.close()
+        wakeup_end.send(_OVER)  # a forked child may hold this end open, too
         listener.join()
+        wakeup_end.close()
         read_end.close()
 
 
