@@ -236,5 +236,4 @@ def test_both_ends_agree_whatever_the_order(schedule, world_size, window, depth)
                     after.come_to_rest()
                     after.check()
         layer = following
-    print(f"{schedule.__name__}, window {window}, {depth} acts: {len(seen)} states")
     assert len(seen) > 100

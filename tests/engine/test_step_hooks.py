@@ -48,6 +48,16 @@ def test_a_subclass_that_calls_its_parents_step_makes_one_round_a_step(mode):
     assert found == [([1, 2, 3, 4], 4)] * 2
 
 
+def test_a_state_in_the_middle_of_a_round_counts_it_once():
+    def use(me):
+        for _ in range(4):
+            me.train()
+            me.session.state_dict()
+        return me.session.stats().rounds
+
+    assert run_sessions(2, use, every=2) == [2, 2]
+
+
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])
 def test_a_session_that_cannot_begin_leaves_nothing_behind(payload):
     """Its ranks do not agree; each trains on alone."""

@@ -65,9 +65,16 @@ def ending_workers() -> Iterator[None]:
 
 
 def _kill(children: list[BaseProcess]) -> None:
-    for child in children:
-        if child.daemon:  # others may have something to end
-            child.kill()
+    """Kill workers, without torch's error for a worker that is killed, in the main thread."""
+    workers = [child for child in children if child.daemon]  # others may have something to end
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if workers and is_main else None
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(1.0)
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 @contextmanager
