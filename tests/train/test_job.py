@@ -325,10 +325,9 @@ def job():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max-steps", "3"]])
-def test_workers_that_a_loader_keeps_end_with_the_run(project: Path, length):
+def test_workers_that_a_loader_keeps_end_with_the_run(project: Path):
     (project / "keeps.py").write_text(_KEEPS_WORKERS)
-    options = ["--nproc", "2", *length, "--out", "run", "--quiet"]
+    options = ["--nproc", "2", "--max-steps", "3", "--out", "run", "--quiet"]
     assert main(["train", "--job", "keeps:job", *options]) == 0
     pids = [name.name.removeprefix("worker-") for name in project.glob("worker-*")]
     assert len(pids) >= 2
