@@ -85,7 +85,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     worker = _Worker(world)
-    with ending_workers(), catch_stops(worker.on_stop) as stops, contextlib.ExitStack() as stack:
+    with catch_stops(worker.on_stop) as stops, ending_workers(), contextlib.ExitStack() as stack:
         seconds = (config or TrainConfig()).start_seconds
         worker.connect(open_store(world.rank, world.world_size, seconds))
         if config is not None and world.rank == 0:
