@@ -5,8 +5,8 @@ BIN := .venv/bin
 PIP := -m pip --disable-pip-version-check --quiet --quiet
 STAGES := demo test doors docs check
 # A file stays on one worker, so that its tests share what they have set up.
-# Most tests wait for threads and processes more than they compute: two workers a core.
-WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
+# Most tests wait for threads and processes more than they compute: three workers a core.
+WORKERS ?= $(shell echo $$(( 3 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # But beartype draws from `random` in threads of ours while Hypothesis looks.
 STRICT := -W error -W "ignore:Do not use the"

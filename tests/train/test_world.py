@@ -177,6 +177,7 @@ def test_a_rank_that_does_not_come_ends_the_start_and_is_named(tmp_path, monkeyp
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_workers_that_torchrun_starts_again_do_not_read_the_first_attempt(tmp_path):
     (tmp_path / "flaky.py").write_text(
         "import os, torch\n"
