@@ -22,6 +22,10 @@ class _Copy:
     On an accelerator the copy is first made there, on the stream of the training step. On CUDA a
     side stream then copies it to pinned host memory, so that the step never waits for the transfer.
     On other accelerators it is copied to host memory immediately.
+
+    Attributes:
+        flat: The copy on the tensors' device.
+        holder: The snapshot that it belongs to, None for none.
     """
 
     def __init__(self, plan: BucketPlan, bucket: int, device: torch.device) -> None:
@@ -35,6 +39,7 @@ class _Copy:
         if device.type == "cuda":
             self._host = torch.empty_like(self.flat, device="cpu").pin_memory()
         self._tickets: deque[Ticket] = deque()
+        self.holder: Snapshot | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -42,11 +47,11 @@ class _Copy:
         return self.flat.nbytes + (0 if self._host is None else self._host.nbytes)
 
     @property
-    def is_sent(self) -> bool:
-        """Whether no transport reads it any more."""
+    def is_free(self) -> bool:
+        """Whether no snapshot holds it, and no transport reads it any more."""
         while self._tickets and self._tickets[0].done:
             self._tickets.popleft()
-        return not self._tickets
+        return self.holder is None and not self._tickets
 
     def hold(self, ticket: Ticket) -> None:
         """Keep it from being overwritten before `ticket` is done."""
@@ -78,11 +83,10 @@ class Snapshot:
 
     def __init__(self, pool: "SnapshotPool") -> None:
         self._pool = pool
-        self._copies: dict[int, _Copy] = {}
 
     def flat(self, bucket: int) -> Tensor:
         """Return the copy of a bucket: flat, of the wire type, on the tensors' device."""
-        return self._copies[bucket].flat
+        return self._pool.held(self, bucket).flat
 
     @torch.no_grad()
     def take(
@@ -96,24 +100,18 @@ class Snapshot:
         Returns:
             The values to send, in host memory, and a function to wait for before sending.
         """
-        if bucket not in self._copies:
-            self._pool.borrow(bucket, self._copies)
-        return self._copies[bucket].take(tensors, self._pool.stream)
+        return self._pool.borrow(self, bucket).take(tensors, self._pool.stream)
 
     def hold(self, bucket: int, ticket: Ticket) -> None:
         """Keep a bucket from being overwritten before `ticket` is done."""
-        self._copies[bucket].hold(ticket)
+        self._pool.held(self, bucket).hold(ticket)
 
     def drop(self, bucket: int) -> None:
         """Return a bucket's copy, which is not read any more; another snapshot may use it."""
-        if (copy := self._copies.get(bucket)) is not None:
-            self._pool.give_back(bucket, copy)
-            self._copies.pop(bucket, None)
+        self._pool.drop(self, bucket)
 
     def release(self) -> None:
-        """Return all copies, and the snapshot, to the pool; once."""
-        for bucket in [*self._copies]:
-            self.drop(bucket)
+        """Return the snapshot and all its copies to the pool."""
         self._pool.release(self)
 
 
@@ -129,11 +127,14 @@ class SnapshotPool:
         self._device = device
         self._limit = limit
         self._taken: set[Snapshot] = set()
-        self._free: list[list[_Copy]] = [[] for _ in plan.buckets]  # the last was read last
-        self._made = [0] * len(plan.buckets)
+        self._copies: list[list[_Copy]] = [[] for _ in plan.buckets]
         self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
-        self.size_bytes = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all copies made so far."""
+        return sum(copy.size_bytes for copies in self._copies for copy in copies)
 
     @property
     def spare_bytes(self) -> int:
@@ -157,7 +158,7 @@ class SnapshotPool:
         """
         deadline = time.perf_counter() + timeout_seconds
         while len(self._taken) < self._limit:
-            if all(self._has_one(bucket) for bucket in range(len(self._made))):
+            if all(self._has_one(bucket) for bucket in range(len(self._copies))):
                 snapshot = Snapshot(self)
                 self._taken.add(snapshot)
                 return snapshot
@@ -167,30 +168,34 @@ class SnapshotPool:
         return None
 
     def _has_one(self, bucket: int) -> bool:
-        return self._made[bucket] < self._limit or any(c.is_sent for c in self._free[bucket])
+        copies = self._copies[bucket]
+        return len(copies) < self._limit or any(copy.is_free for copy in copies)
 
-    def borrow(self, bucket: int, copies: dict[int, _Copy]) -> None:
-        """Give a snapshot, to which `acquire` has promised it, a copy that nothing reads.
+    def held(self, snapshot: Snapshot, bucket: int) -> _Copy:
+        """Return the copy of a bucket that a snapshot holds."""
+        return next(copy for copy in self._copies[bucket] if copy.holder is snapshot)
 
-        An interrupt between two lines loses none.
-        """
-        free = self._free[bucket]
-        for copy in reversed(free):
-            if copy.is_sent:
-                copies[bucket] = copy
-                free.remove(copy)
-                return
-        copies[bucket] = copy = _Copy(self._plan, bucket, self._device)
-        self._made[bucket] += 1
-        self.size_bytes += copy.size_bytes
+    def borrow(self, snapshot: Snapshot, bucket: int) -> _Copy:
+        """Let a snapshot hold a copy of a bucket: its own, a free one or a new one."""
+        copies = self._copies[bucket]
+        own = (copy for copy in copies if copy.holder is snapshot)
+        copy = next(own, None) or next((copy for copy in copies if copy.is_free), None)
+        if copy is None:
+            copy = _Copy(self._plan, bucket, self._device)
+            copies.append(copy)
+        copy.holder = snapshot  # the only mark of its owner, so an interrupt loses no copy
+        return copy
 
-    def give_back(self, bucket: int, copy: _Copy) -> None:
-        """Take a copy back, once; it is reused after its tickets are done."""
-        if copy not in self._free[bucket]:
-            self._free[bucket].append(copy)
+    def drop(self, snapshot: Snapshot, bucket: int) -> None:
+        """Free a snapshot's copy of a bucket; it is reused after its tickets are done."""
+        for copy in self._copies[bucket]:
+            if copy.holder is snapshot:
+                copy.holder = None
 
     def release(self, snapshot: Snapshot) -> None:
-        """Take a snapshot back, which holds no copy any more."""
+        """Take a snapshot back, with all its copies."""
+        for bucket in range(len(self._copies)):
+            self.drop(snapshot, bucket)
         self._taken.discard(snapshot)
 
     def lend(self, bucket: int) -> Tensor:
