@@ -1,5 +1,6 @@
 """Start workers, wait for them, and pass signals on."""
 
+import math
 import os
 import signal
 import sys
@@ -20,10 +21,27 @@ from ._worker import Command, Exit, Worker
 SOME_LOST = 3
 """The exit code when some workers failed and others reached their end."""
 
-# A signal to a process group may come twice: from there, and again from `timeout` or torchrun.
-ECHO_SECONDS = 1.0
+_ECHO_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Echoes:
+    """Tells another request to stop from an echo of the first one.
+
+    A signal to a process group may come twice: from there, and again from `timeout` or torchrun.
+    """
+
+    def __init__(self) -> None:
+        self._until_seconds = math.inf
+
+    def has_one_now(self) -> bool:
+        """Whether a signal that comes now is an echo; the first one is none."""
+        now = time.monotonic()
+        if self._until_seconds == math.inf:
+            self._until_seconds = now + _ECHO_SECONDS
+            return False
+        return now <= self._until_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,14 +208,10 @@ def _catch_signals(caught: list[signal.Signals]) -> Iterator[None]:
         yield
         return
 
-    first_seconds = 0.0
+    echoes = Echoes()
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first_seconds
-        now = time.monotonic()
-        if not caught:
-            first_seconds = now
-        if not caught or now > first_seconds + ECHO_SECONDS:
+        if not echoes.has_one_now():
             caught.append(signal.Signals(number))
 
     before = {

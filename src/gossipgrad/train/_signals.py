@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
-from gossipgrad.launch import ECHO_SECONDS
+from gossipgrad.launch import Echoes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OVER = b"\0"  # no signal has this number
@@ -91,13 +90,9 @@ def catch_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     wakeup_end.setblocking(False)
 
     def listen() -> None:
-        first_seconds = 0.0
+        echoes = Echoes()
         while (number := read_end.recv(1)) not in (b"", _OVER):
-            now = time.monotonic()
-            if not stops.caught:
-                first_seconds = now
-            is_echo = bool(stops.caught) and now <= first_seconds + ECHO_SECONDS
-            if number[0] in _SIGNALS and not is_echo:
+            if number[0] in _SIGNALS and not echoes.has_one_now():
                 stops.caught.append(signal.Signals(number[0]))
                 on_stop(stops)
 

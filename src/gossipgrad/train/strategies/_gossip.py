@@ -9,7 +9,7 @@ import torch
 import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.comm import Faults, FaultyTransport, Group, TCPTransport, Transport
-from gossipgrad.decentralized import Chosen, resolve_compress
+from gossipgrad.decentralized import CheckedOptions, resolve_compress
 from gossipgrad.train._options import check_at_least, check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip
@@ -101,7 +101,7 @@ class GossipStrategy(Strategy):
 
     def check(self, options: GossipConfig, setting: Setting) -> None:
         """Refuse what no session could have, or waits where mode stale has none."""
-        Chosen(
+        CheckedOptions(
             topology=options.topology,
             mode=options.mode,
             payload=options.payload,
