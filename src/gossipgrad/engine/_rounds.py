@@ -77,12 +77,12 @@ class Rounds:
 
     The modes differ in three numbers: how long a step waits for its partner, how many rounds later
     a part may arrive, and the weight of a delta. In mode stale a step never waits. This rank's next
-    round is then `max(own + 1, highest received)`, and the rounds between are void.
+    round is then `max(own + 1, highest received)`, and the rounds between are void. So is a round
+    whose partner has not answered an earlier one for more than `max_staleness` rounds: a partner
+    that hangs holds one or two snapshots, not all.
 
     A rank voids a round only before it says READY, and notifies the partner immediately, so an
-    exchange counts on both ends or on neither. It does so when no snapshot is free, and when the
-    partner owes a part of an earlier round for longer than the mode allows: a partner that hangs
-    holds one or two snapshots, not all.
+    exchange counts on both ends or on neither.
 
     Args:
         channel: Exchanges are posted on it.
@@ -119,7 +119,7 @@ class Rounds:
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
         self._rank = channel.rank
-        self._partners: tuple[Schedule, int, Peers] | None = None
+        self._partners: tuple[Schedule | None, int, Peers] = None, 0, Peers(None, None)
         self.never_waits = isinstance(mode, Stale)
         self._max_staleness = mode.max_staleness if isinstance(mode, Stale) else 0
         self._largest_weight = mode.weight if isinstance(mode, Stale) else math.inf
@@ -131,9 +131,8 @@ class Rounds:
         self._early_squares: list[Tensor] = []  # of buckets mixed before `close`
         self._last_void = -1
         self._voids: deque[int] = deque(maxlen=_MANY_VOID)
-        self._rarely_void_seconds = (
-            time.perf_counter()
-        )  # time of the last such; infinite after the warning
+        # When the last such round was; infinite after the warning.
+        self._rarely_void_seconds = time.perf_counter()
         self._before = dict.fromkeys(_LINK_COUNTS, 0)  # counts of the run before a resume
 
     def count(self, name: str) -> int:
@@ -143,11 +142,11 @@ class Rounds:
     @property
     def partners(self) -> Peers:
         """This rank's partners in the next round; they are computed once a round."""
-        known = self._partners
-        if known is None or known[0] is not self.schedule or known[1] != self.next_round:
+        schedule, round, peers = self._partners
+        if schedule is not self.schedule or round != self.next_round:
             peers = self.schedule.peers(self.next_round, self._rank)
-            self._partners = known = self.schedule, self.next_round, peers
-        return known[2]
+            self._partners = self.schedule, self.next_round, peers
+        return peers
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
