@@ -61,7 +61,9 @@ def test_a_run_as_promised():
         ({0: 0.83, 2: 0.819}, {}, "rank 2: accuracy 81.90 %"),
         ({2: 0.83}, {}, "rank 0 has no result"),
         ({0: 0.83, 2: 0.83}, {"seconds": 60.0}, "took 60.0 s"),
+        ({0: 0.83, 2: 0.83}, {"left": ["ports left: 80"]}, "ports left: 80"),
         ({0: 0.83, 2: 0.83}, {"exit_code": 1}, "exit code 1"),
+        ({0: 0.83, 2: 0.83}, {"hang": "for ever"}, "hang: for ever"),
         ({0: 0.83, 2: 0.83}, {"differs": ["rank 1 differs"]}, "rank 1 differs"),
         ({0: 0.83, 2: 0.83}, {"starts": 2}, "start 2 of 1"),
         (

@@ -7,7 +7,6 @@ from gossipgrad.comm import Sent
 from gossipgrad.comm._exchange import LOST, Exchange, Ledger, Outcome, Position
 from support.wires import one_pair, symmetric
 
-D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
 PART = torch.zeros(1)
 
 
@@ -198,12 +197,16 @@ class World:
                 assert not exchange.open, (number, at, "waits for ever")
                 assert exchange.ticket.done, (number, at, "a part is held for ever")
                 peer = exchange.recv_from
-                if exchange.outcome is not D or self.ranks[peer].is_dead:
+                if exchange.outcome is not Outcome.DELIVERED or self.ranks[peer].is_dead:
                     continue
                 theirs = self.ranks[peer].exchanges[at]
                 assert theirs.gives, (number, at, "counts what was never sent")
                 if exchange.send_to == peer:
-                    assert theirs.outcome is D, (number, at, "counts at one end alone")
+                    assert theirs.outcome is Outcome.DELIVERED, (
+                        number,
+                        at,
+                        "counts at one end alone",
+                    )
 
 
 def ring(rank, round):
@@ -236,4 +239,5 @@ def test_both_ends_agree_whatever_the_order(schedule, world_size, window, depth)
                     after.come_to_rest()
                     after.check()
         layer = following
+    print(f"{schedule.__name__}, window {window}, {depth} acts: {len(seen)} states")
     assert len(seen) > 100

@@ -4,7 +4,7 @@ from gossipgrad.decentralized._adamw import GossipAdamW as GossipAdamW
 from gossipgrad.decentralized._average_states import average_states as average_states
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._join import join as join
-from gossipgrad.decentralized._options import Chosen as Chosen
+from gossipgrad.decentralized._options import CheckedOptions as CheckedOptions
 from gossipgrad.decentralized._options import GossipOptions as GossipOptions
 from gossipgrad.decentralized._options import resolve_settings as resolve_settings
 from gossipgrad.decentralized._outer import Nesterov as Nesterov

@@ -21,7 +21,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.decentralized._options import (
     GossipOptions,
-    choose,
+    check_options,
     resolve_settings,
     with_options,
 )
@@ -99,7 +99,7 @@ def gossip(
             stay members, and after a death no average of all is possible.
         start_timeout_seconds: How long this call waits for the other ranks; the error names missing
             ranks.
-        **options: Those above that `GossipOptions` has.
+        **options: The other arguments above; `GossipOptions` has their types.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
@@ -126,7 +126,7 @@ def gossip(
         `gossipgrad.decentralized._reference`. Local steps: Koneputugodage et al., Factored Gossip
         DiLoCo, arXiv:2606.22768; deviations in `gossipgrad.decentralized._reference_local_steps`.
     """
-    chosen = choose(gossip, options)
+    chosen = check_options(gossip, options)
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)

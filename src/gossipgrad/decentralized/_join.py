@@ -19,7 +19,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.decentralized._options import (
     GossipOptions,
-    choose,
+    check_options,
     resolve_settings,
     with_options,
 )
@@ -84,7 +84,7 @@ def join(
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="join")
-    chosen = choose(join, options)
+    chosen = check_options(join, options)
     if chosen.heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
     early = Claim("join")  # before anything is loaded; the session makes its own claim

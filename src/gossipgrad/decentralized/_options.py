@@ -32,7 +32,7 @@ from gossipgrad.engine import (
 )
 from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
-__all__ = ["Chosen", "GossipOptions", "choose", "resolve_settings", "with_options"]
+__all__ = ["CheckedOptions", "GossipOptions", "check_options", "resolve_settings", "with_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _HEARTBEATS = Heartbeats()
@@ -59,7 +59,7 @@ class GossipOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class CheckedOptions:
     """The options with their defaults, checked as far as that is possible before a group exists.
 
     Raises:
@@ -111,18 +111,18 @@ class Chosen:
         check_heartbeats(self.heartbeats)
 
 
-def choose(function: Callable[..., Any], options: Mapping[str, Any]) -> Chosen:
+def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> CheckedOptions:
     """Return the options of a call, with defaults for the others.
 
     Raises:
         TypeError: The function has no such option.
         ValueError: An option is invalid.
     """
-    for name in options.keys() - {field.name for field in fields(Chosen)}:
+    for name in options.keys() - {field.name for field in fields(CheckedOptions)}:
         near = get_close_matches(name, inspect.signature(function).parameters, 1)
         hint = f": do you mean {near[0]}?" if near else ""
         raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
-    return Chosen(**options)
+    return CheckedOptions(**options)
 
 
 def with_options(function: F) -> F:
@@ -136,7 +136,7 @@ def with_options(function: F) -> F:
             default=field.default,
             annotation=GossipOptions.__annotations__[field.name],
         )
-        for field in fields(Chosen)
+        for field in fields(CheckedOptions)
     ]
     is_positional = [p.kind is not p.KEYWORD_ONLY for p in own].count(True)
     parameters = [*own[:is_positional], *shared, *own[is_positional:]]
@@ -144,31 +144,33 @@ def with_options(function: F) -> F:
     return function
 
 
-def resolve_settings(world_size: int, of: Chosen) -> GossipSettings:
+def resolve_settings(world_size: int, options: CheckedOptions) -> GossipSettings:
     """Return the settings of a run that starts with `world_size` ranks; warn of unused options."""
-    resolved_mode = resolve_mode(of.mode)
-    resolved_payload = resolve_payload(of.payload, resolved_mode)
+    resolved_mode = resolve_mode(options.mode)
+    resolved_payload = resolve_payload(options.payload, resolved_mode)
     if isinstance(resolved_payload, Gradients):
         warn(
             "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
             "of the paper's abstract, kept for study; train with payload='weights'"
         )
-    steps, optimizer = resolve_local_steps(of.local_steps, of.outer, of.every, resolved_payload)
-    compressor = resolve_compress(of.compress)
+    steps, optimizer = resolve_local_steps(
+        options.local_steps, options.outer, options.every, resolved_payload
+    )
+    compressor = resolve_compress(options.compress)
     masked = compressor is not None
-    schedule = _resolve_schedule(of.topology, world_size, of.seed, seeds_all=not masked)
+    schedule = _resolve_schedule(options.topology, world_size, options.seed, seeds_all=not masked)
     return GossipSettings(
         schedule=schedule,
         mode=resolved_mode,
         payload=resolved_payload,
         every=steps,
-        average_every=resolve_average_every(of.average_every, world_size),
-        wire_dtype=of.wire_dtype,
-        bucket_bytes=int(of.bucket_bytes),
-        exchanges=int(of.exchanges),
+        average_every=resolve_average_every(options.average_every, world_size),
+        wire_dtype=options.wire_dtype,
+        bucket_bytes=int(options.bucket_bytes),
+        exchanges=int(options.exchanges),
         compress=compressor,
         outer=optimizer,
-        seed=int(of.seed) if masked else 0,
+        seed=int(options.seed) if masked else 0,
     )
 
 

@@ -86,9 +86,9 @@ def share_roots(
         GossipError: A rank is missing after the timeout.
 
     References:
-        Asteria, arXiv:2605.16184: a block takes part in an exchange only when it is due.
-        Deviations: (1) one rank's root is used instead of the mean over ranks, as a mean of bases
-        is no basis; (2) no rank waits for another.
+        Asteria, arXiv:2605.16184, which exchanges a block only when it is due. Deviations: (1) one
+        rank's root is used instead of the mean over ranks, as a mean of bases is no basis; (2) no
+        rank waits for another.
     """
     if not isinstance(optimizer, SecondOrder):
         raise ValueError(

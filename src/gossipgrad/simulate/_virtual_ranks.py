@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossipgrad._messages import warn
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES
 from gossipgrad.decentralized import (
-    Chosen,
+    CheckedOptions,
     GossipAdamW,
     GossipSettings,
     Payload,
@@ -340,7 +340,7 @@ def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:
 
 def _settings_of_session(world_size: int, **options: Any) -> GossipSettings:
     """The settings that a session of gossip would have."""
-    chosen = Chosen(**options, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    chosen = CheckedOptions(**options, bucket_bytes=DEFAULT_BUCKET_BYTES)
     payload = resolve_payload(chosen.payload, Overlap())
     if not isinstance(payload, Weights | WeightsAndState):
         raise ValueError(
