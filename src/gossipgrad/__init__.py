@@ -48,7 +48,6 @@ if _TYPE_CHECKING:
     from gossipgrad.apoptosis import rebuild as rebuild
     from gossipgrad.apoptosis import shrink as shrink
     from gossipgrad.muon import Muon as Muon
-    from gossipgrad.muon import Polynomial as Polynomial
     from gossipgrad.muon import SudaSession as SudaSession
     from gossipgrad.muon import SudaStats as SudaStats
     from gossipgrad.muon import suda as suda

@@ -5,7 +5,6 @@ from typing import Any
 
 _ROOMS = {
     "Muon": "muon",
-    "Polynomial": "muon",
     "SudaSession": "muon",
     "SudaStats": "muon",
     "suda": "muon",

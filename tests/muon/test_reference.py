@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gossipgrad.muon import BACKBONES, make_backbone
 from gossipgrad.muon._reference import NAMES, Neighbours, Reference, Stacked, msgn
 from gossipgrad.topology import dissemination
 
@@ -37,6 +38,45 @@ def test_neighbour_form_equals_the_primal_dual_form(name):
         assert (stacked.step(U) - local.step(U, W)).abs().max() < 1e-10
         mean = mean - U.mean(0)
         assert (local.X.mean(0) - mean).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_fast_form_keeps_to_the_reference_over_thousands_of_steps(name):
+    """In fp32, with messages in fp32 and in bf16: 5,000 updates, and then 500 steps at rate 0."""
+    steps, X = 5000, same_start(8, 1, 16)
+    W = ring(8)
+    x = X.float().expand(8, 2, 16).clone()  # the second row is sent in bf16
+    rule, reference = make_backbone(name, [x]), Neighbours(name, X)
+    rule.begin([x])
+    generator = torch.Generator().manual_seed(0)
+
+    def exchange(names):
+        for each in names:
+            (held,) = rule.held[each]
+            sent = held.float().double()
+            sent[:, 1] = held[:, 1].bfloat16().double()
+            held += ((W - torch.eye(8)) @ sent.flatten(1)).view_as(held).to(held.dtype)
+
+    mean, at_rest = x.double().mean(0), torch.empty(())
+    for k in range(steps + 500):
+        if k == steps:
+            at_rest = x.double().mean(0)
+        updated = x - 0.01 * max(0, 1 - k / steps) * torch.randn(8, 1, 16, generator=generator)
+        U = (x - updated).double()
+        mean = mean - U.mean(0)
+        exchange(rule.before([x]))
+        after = rule.after([x], [updated])
+        try:
+            while True:
+                exchange(next(after))
+        except StopIteration as end:
+            (x,) = end.value
+        reference.step(U[:, :1], W)
+    assert (x[:, :1] - reference.X).abs().max() < 2e-5
+    assert (x.double().mean(0) - mean).abs().max() < 2e-5  # roundings of weights of size 1
+    assert (x.double().mean(0) - at_rest).abs().max() < 1e-6
+    for dual in rule.duals:
+        assert dual.mean(0).abs().max() < 1e-12
 
 
 class Logistic:

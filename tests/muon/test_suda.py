@@ -9,7 +9,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub
-from gossipgrad.muon import BACKBONES, resolve_settings, suda
+from gossipgrad.muon import BACKBONES, ROTATING, resolve_settings, suda
 from gossipgrad.muon._reference import Reference
 from gossipgrad.simulate import SudaRanks
 from support.ranks import run_ranks
@@ -17,7 +17,6 @@ from support.replicas import network
 from support.waiting import until
 
 STATIC = tuple(BACKBONES)
-ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
 B = 0.8
 
 
@@ -105,7 +104,7 @@ def reference_of(p, backbone, topology, lazy, steps):
         *((name, "dissemination", {}) for name in ROTATING),
         ("extra", "ring", {"mode": "sync", "lazy": True}),
         ("non-atc-gt", "hypercube", {"mode": "sync"}),
-        ("paper-extra", "matching", {"mode": "sync", "lazy": True}),
+        ("semi-atc-gt", "matching", {"mode": "sync", "lazy": True}),
     ],
 )
 def test_a_session_equals_the_reference(backbone, topology, options):
@@ -173,7 +172,7 @@ def test_all_kinds_of_parameters_in_narrow_types():
     ("options", "says"),
     [
         ({"backbone": "ed", "topology": "dissemination"}, "semi-atc-gt.*ring"),
-        ({"backbone": "paper-ed", "topology": "matching"}, "semi-atc-gt.*ring"),
+        ({"backbone": "extra", "topology": "matching"}, "semi-atc-gt.*ring"),
         ({"backbone": "ed", "topology": gg.topology.ring(4, rotate=True)}, "semi-atc-gt"),
         ({"backbone": "ed", "topology": "one third"}, "-1/3.*-0.3333.*lazy=True"),
         ({"backbone": "extra", "topology": "strong"}, "-1/3.*lazy=True.*semi-atc-gt"),
@@ -181,6 +180,7 @@ def test_all_kinds_of_parameters_in_narrow_types():
         ({"backbone": "ed", "topology": "apart"}, "components"),
         ({"backbone": "ed", "topology": np.array([[0.5, 0.5], [0.2, 0.8]])}, "symmetric"),
         ({"backbone": "dgd"}, "backbone"),
+        ({"backbone": "paper-ed", "topology": "ring"}, "backbone.*extra"),
         ({"mode": "stale"}, "stale"),
         ({"backbone": "ed", "topology": "ring", "mode": "overlap"}, "sync"),
         ({"topology": gg.topology.matching(8)}, "8 ranks"),
@@ -201,12 +201,10 @@ def test_what_would_diverge_is_refused(options, says):
         resolve_settings(4, **options)
 
 
-def test_lazy_weights_are_let_through_and_a_rule_that_moves_the_mean_is_not():
+def test_lazy_weights_are_let_through():
     shift = np.roll(np.eye(4), 1, axis=1)
     strong = 0.45 * (shift + shift.T) + 0.1 * np.eye(4)
     assert resolve_settings(4, backbone="ed", topology=strong, lazy=True).graph.rounds == 2
-    with pytest.raises(ValueError, match="b2"):
-        gg.Polynomial((0, 1), (1, -2), (1,))
 
 
 def test_a_rank_that_leaves_takes_its_share_along():
@@ -340,3 +338,38 @@ def test_a_gradient_of_one_rank_that_is_not_finite_spoils_no_rank(backbone, make
     settings |= {"make": perceptron, "optimizer": make}
     told = on_ranks(2, rank_main, backbone=backbone, **settings)
     assert sum(last for _, last in told) < sum(first for first, _ in told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backbone", "topology"),
+    [("ed", "ring"), ("extra", "ring"), ("semi-atc-gt", "dissemination"), ("non-atc-gt", "ring")],
+)
+def test_at_rate_0_the_mean_keeps_to_rounding(backbone, topology, dtype):
+    """A dual that is not zero in the sum moves it in every step; that of ed moved 8e-7 a step."""
+
+    def rank_main(rank, model, optimizer, session):
+        for step in range(160):
+            if step == 60:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+            if step == 100:  # they have come together
+                before = total(model, session)
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(4 * step + rank))
+            optimizer.zero_grad()
+            (model(x.to(dtype)) - rank).square().mean().backward()
+            optimizer.step()
+        with session.consensus():
+            pass
+        return before, total(model, session), session.stats()
+
+    def total(model, session):
+        state = session.state_dict()
+        held = {name: p.detach().double() for name, p in model.named_parameters()}
+        return torch.cat([(p + state["residuals"].get(n, 0)).flatten() for n, p in held.items()])
+
+    settings = {"backbone": backbone, "topology": topology, "optimizer": gg.Muon, "mode": "sync"}
+    found = on_ranks(4, rank_main, make=partial(perceptron, dtype=dtype), **settings)
+    before, after = (torch.stack([each[k] for each in found]).double().mean(0) for k in (0, 1))
+    assert (before - after).abs().max() < 1e-6
+    assert all(stats.dual_error < 1e-9 and stats.tracker_error < 1e-9 for *_, stats in found)

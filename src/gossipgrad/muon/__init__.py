@@ -1,7 +1,7 @@
 """Muon for the hidden matrices of a model, on one rank or decentralized (SUDA-Muon)."""
 
 from gossipgrad.muon._backbones import BACKBONES as BACKBONES
-from gossipgrad.muon._backbones import Polynomial as Polynomial
+from gossipgrad.muon._backbones import ROTATING as ROTATING
 from gossipgrad.muon._backbones import make_backbone as make_backbone
 from gossipgrad.muon._graph import Graph as Graph
 from gossipgrad.muon._graph import resolve_graph as resolve_graph

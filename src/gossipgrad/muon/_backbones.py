@@ -3,274 +3,250 @@
 All of them are instances of `X' = A (C X - U) - B Y; Y' = Y + B X'` with `A`, `B^2` and `C`
 polynomials of the weights `W`, and `U` the optimizer's update, which is subtracted; see
 `_reference`, rule N.
+
+Each keeps its dual as the sum of what its exchanges have added: `C <- C + (W - I) (C + base)`. What
+an exchange adds sums to zero over the ranks, whatever was rounded before, so the duals do, and the
+mean of the weights moves by the mean of the updates alone. A dual that is a difference of weights
+adds up their rounding instead, step after step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from numpy.polynomial import polynomial as poly
 from torch import Tensor
 
-__all__ = ["BACKBONES", "Backbone", "Polynomial", "Sent", "make_backbone", "resolve_backbone"]
+__all__ = ["BACKBONES", "ROTATING", "Backbone", "dual_dtype", "make_backbone", "resolve_backbone"]
 
 Flats = list[Tensor]
 Sent = tuple[str, ...]
 """Names of tensors that are exchanged together, in one message per partner."""
 
-MIXED, DIRECTIONS = "mixed", "directions"
+MIXED, DUAL, BASE = "mixed", "dual", "base"
 
 
-@dataclass(frozen=True, slots=True)
-class Polynomial:
+class Polynomials(NamedTuple):
     """A backbone by its polynomials of `W`, each from the constant term up.
 
-    It runs in the form without duals, one tensor per exchange, with constant mixing weights: `X'' =
-    (I - B^2 + A C) X' - A C X - A (U'' - U')`.
-
     Attributes:
-        a: Coefficients of A; sum to 1.
-        b2: Coefficients of B squared; sum to 0.
-        c: Coefficients of C; sum to 1.
-
-    Raises:
-        ValueError: The coefficients have other sums: a consensus would not be kept.
-
-    Example:
-        >>> Polynomial(a=(0, 1), b2=(1, -1), c=(1,))  # exact diffusion
-        Polynomial(a=(0.0, 1.0), b2=(1.0, -1.0), c=(1.0,))
+        a: Coefficients of A.
+        b2: Coefficients of B squared.
+        c: Coefficients of C.
     """
 
-    a: tuple[float | int, ...]
-    b2: tuple[float | int, ...]
-    c: tuple[float | int, ...]
-
-    def __post_init__(self) -> None:
-        for name, total in (("a", 1.0), ("b2", 0.0), ("c", 1.0)):
-            plain = tuple(float(each) for each in getattr(self, name))
-            if not plain or abs(sum(plain) - total) > 1e-9:
-                raise ValueError(
-                    f"{name}={plain} sums to {sum(plain):g} and must to {total:g}, or a consensus "
-                    "would not stay one: A and C are doubly stochastic, and B is zero on it"
-                )
-            object.__setattr__(self, name, plain)
-
-    @property
-    def product(self) -> tuple[float, ...]:
-        """Coefficients of A C."""
-        return _trimmed(poly.polymul(self.a, self.c))
-
-    @property
-    def carried(self) -> tuple[float, ...]:
-        """Coefficients of I - B^2 + A C."""
-        return _trimmed(poly.polyadd(poly.polysub((1.0,), self.b2), self.product))
+    a: tuple[float, ...]
+    b2: tuple[float, ...]
+    c: tuple[float, ...]
 
     def radius(self, eigenvalue: float) -> float:
         """Return the growth per step of a disagreement along an eigenvector of `W`.
 
         The larger root of `z^2 - (1 - b^2 + a c) z + a c`; infinite if B would not be real.
         """
-        if poly.polyval(eigenvalue, self.b2) < -1e-9:
+        a, b2, c = (float(poly.polyval(eigenvalue, each)) for each in self)
+        if b2 < -1e-9:
             return float("inf")
-        p, q = (float(poly.polyval(eigenvalue, each)) for each in (self.carried, self.product))
-        if not any(self.b2):  # no state is carried over
-            return abs(q)
-        root = complex(p * p - 4 * q) ** 0.5
+        if not any(self.b2):  # there is no dual
+            return abs(a * c)
+        p = 1 - b2 + a * c
+        root = complex(p * p - 4 * a * c) ** 0.5
         return max(abs(p + root), abs(p - root)) / 2
 
 
-_GT = (1.0, -2.0, 1.0)
-BACKBONES: dict[str, Polynomial] = {
-    "ed": Polynomial((0, 1), (1, -1), (1,)),
-    "extra": Polynomial((1,), (1, -1), (0, 1)),
-    "atc-gt": Polynomial((0, 0, 1), _GT, (1,)),
-    "semi-atc-gt": Polynomial((0, 1), _GT, (0, 1)),
-    "non-atc-gt": Polynomial((1,), _GT, (0, 0, 1)),
-    "demuon": Polynomial((0, 1), (0,), (1,)),
-    "paper-ed": Polynomial((0, 1), (1, 0, -1), (0, 1)),
-    "paper-extra": Polynomial((0.5, 0.5), (0.5, -0.5), (0.5, 0.5)),
+_GT = (1, -2, 1)
+BACKBONES: dict[str, Polynomials] = {
+    "ed": Polynomials((0, 1), (1, -1), (1,)),
+    "extra": Polynomials((1,), (1, -1), (0, 1)),
+    "atc-gt": Polynomials((0, 0, 1), _GT, (1,)),
+    "semi-atc-gt": Polynomials((0, 1), _GT, (0, 1)),
+    "non-atc-gt": Polynomials((1,), _GT, (0, 0, 1)),
+    "demuon": Polynomials((0, 1), (0,), (1,)),
 }
-"""Backbones by name, as polynomials of `W`; those of `"paper-ed"` and `"paper-extra"` are the
-manuscript's.
+"""Backbones by name, as polynomials of `W`.
 
 References:
     Alghunaim, Yuan, arXiv:2110.09993, section 2; SUDA-Muon, arXiv:2604.23980, section 3.2.
 """
 
-ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
+ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon")
 """Backbones that converge with rotating partners."""
 
 
 class Backbone(ABC):
-    """The rule of one session, and its state between steps: flat tensors, one per bucket."""
+    """The rule of one session, and its state between steps: flat tensors, one per bucket.
 
+    An exchanged tensor gets what is to be sent added before its exchange, and subtracted after it.
+    What is left is what exchanges have added, late ones included: the dual, or for weights nothing,
+    since they take it over.
+    """
+
+    names: tuple[str, ...]  # of its tensors
+    travels: Sent  # names of exchanged tensors
     starts_early: bool  # whether its first exchange does not depend on the step's update
     exchanges: int  # number of exchanges in a step, one after the other
 
     def __init__(self, like: Sequence[Tensor]) -> None:
-        self.held = {name: [torch.zeros_like(x) for x in like] for name in self.names}
-
-    @property
-    @abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """Return the names of its tensors."""
-
-    @property
-    def travels(self) -> Sent:
-        """Return the names of exchanged tensors."""
-        return tuple(name for name in self.names if name in (MIXED, DIRECTIONS))
+        self.held = {
+            name: [torch.zeros_like(x, dtype=dual_dtype(x) if name == DUAL else None) for x in like]
+            for name in self.names
+        }
 
     def begin(self, x: Flats) -> None:
         """Restart from weights, equal on all ranks or not."""
-        for name, flats in self.held.items():
-            if name in (MIXED, "previous"):
-                _copy(flats, x)
-            else:
-                torch._foreach_zero_(flats)
+        for flats in self.held.values():
+            torch._foreach_zero_(flats)
 
-    def before(self, x: Flats) -> Iterable[Sent]:
-        """Yield the exchanges before the update, which the caller makes."""
+    def before(self, x: Flats) -> Sent:
+        """Prepare the exchange that does not depend on the update, and return what it sends."""
         return ()
 
     @abstractmethod
-    def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """Yield the exchanges after the update; return the new weights."""
+    def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
+        """Yield the exchanges after the update; return the new weights.
 
-    def duals(self, x: Flats) -> Flats:
-        """Return the tensors that sum to zero over the ranks."""
-        return []
-
-
-class Differences(Backbone):
-    """A `Polynomial`, in the form without duals."""
-
-    def __init__(self, like: Sequence[Tensor], of: Polynomial) -> None:
-        self._late = len(_trimmed(of.a))  # powers of W that multiply the update
-        # By power: factors of the weights, the weights before, and the update.
-        self._powers = list(zip_longest(of.carried, of.product, _trimmed(of.a), fillvalue=0.0))
-        self.exchanges = len(self._powers) - 1
-        self.starts_early = self.exchanges >= self._late
-        super().__init__(like)
+        Args:
+            x: The weights before the update.
+            updated: The weights after it.
+        """
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """See `Backbone`."""
-        return (MIXED, "previous", "last_update")
+    def duals(self) -> Flats:
+        """The tensors that sum to zero over the ranks, except around their own exchange."""
+        return self.held.get(DUAL, [])
 
-    def before(self, x: Flats) -> Generator[Sent, None, None]:
-        """Apply the powers of `W` that do not multiply the update."""
-        for power in range(self.exchanges, self._late - 1, -1):
-            self._next(power, x)
-            yield (MIXED,)
+    def duals_behind(self) -> Flats:
+        """Return the duals after `before`, less what it has added."""
+        if BASE not in self.held:
+            return self.duals
+        return list(torch._foreach_sub(self.duals, self.held[BASE]))
 
-    def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """Apply the other powers, by Horner's rule."""
-        change = torch._foreach_sub(u, self.held["last_update"])
-        mixed = self.held[MIXED]
-        for power in range(self._late - 1, -1, -1):
-            self._next(power, x)
-            torch._foreach_add_(mixed, change, alpha=-self._powers[power][2])
-            if power:
-                yield (MIXED,)
-        _copy(self.held["previous"], x)
-        _copy(self.held["last_update"], u)
+    def _take_weights(self) -> Flats:
+        """Return the mixed weights, and leave zeros."""
+        mixed = [flat.clone() for flat in self.held[MIXED]]
+        torch._foreach_zero_(self.held[MIXED])
         return mixed
 
-    def duals(self, x: Flats) -> Flats:
-        """`X - X_prev + U_prev`."""
-        away = torch._foreach_sub(x, self.held["previous"])
-        return list(torch._foreach_add(away, self.held["last_update"]))
 
-    def _next(self, power: int, x: Flats) -> None:
-        mixed, (carried, product, _) = self.held[MIXED], self._powers[power]
-        if power == self.exchanges:
-            torch._foreach_zero_(mixed)
-        torch._foreach_add_(mixed, x, alpha=carried)
-        torch._foreach_add_(mixed, self.held["previous"], alpha=-product)
+class ExactDiffusion(Backbone):
+    """`C <- C + (W - I) (X - U + C); X <- X - U + C`."""
+
+    names = travels = (DUAL,)
+    starts_early, exchanges = False, 1
+
+    def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
+        """See `Backbone`."""
+        torch._foreach_add_(self.duals, updated)
+        yield (DUAL,)
+        new = _narrow(self.duals, updated)
+        torch._foreach_sub_(self.duals, updated)
+        return new
+
+
+class Extra(Backbone):
+    """`C <- C + (W - I) (X - U_before + C); X <- X - U + C`."""
+
+    names, travels = (DUAL, BASE), (DUAL,)
+    starts_early, exchanges = True, 1
+
+    def begin(self, x: Flats) -> None:
+        """See `Backbone`."""
+        super().begin(x)
+        torch._foreach_copy_(self.held[BASE], x)
+
+    def before(self, x: Flats) -> Sent:
+        """See `Backbone`."""
+        torch._foreach_add_(self.duals, self.held[BASE])
+        return (DUAL,)
+
+    def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
+        """See `Backbone`."""
+        torch._foreach_sub_(self.duals, self.held[BASE])
+        new = _narrow(torch._foreach_add(self.duals, updated), updated)
+        update = torch._foreach_sub(x, updated)
+        torch._foreach_copy_(self.held[BASE], torch._foreach_sub(new, update))
+        yield from ()
+        return new
 
 
 class Tracking(Backbone):
-    """Gradient tracking: `Z` tracks the mean of the updates."""
+    """Gradient tracking: `C + U` tracks the mean of the updates.
 
-    def __init__(self, like: Sequence[Tensor], *, is_atc: bool, mixes_change: bool) -> None:
-        self._is_atc, self._mixes_change = is_atc, mixes_change
+    `C <- C + (W - I) (C + U)`, with the update before that in `non-atc-gt`; `X <- W X - (C + U)`,
+    in `atc-gt` `W (X - (C + U))`.
+    """
+
+    travels = (MIXED, DUAL)
+
+    def __init__(self, like: Sequence[Tensor], *, is_atc: bool, is_behind: bool) -> None:
+        self._is_atc, self._is_behind = is_atc, is_behind
+        self.names = (MIXED, DUAL, BASE) if is_behind else (MIXED, DUAL)
         self.starts_early = not is_atc
-        self.exchanges = 2 if mixes_change else 1
+        self.exchanges = 1 if is_behind else 2
         super().__init__(like)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """See `Backbone`."""
-        return (MIXED, DIRECTIONS, "last_update")
-
-    def before(self, x: Flats) -> Generator[Sent, None, None]:
-        """Exchange the weights, together with Z if nothing is added to it before."""
-        if not self._is_atc:
-            _copy(self.held[MIXED], x)
-            yield (MIXED,) if self._mixes_change else (MIXED, DIRECTIONS)
-
-    def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """See `Backbone`."""
-        mixed, z = self.held[MIXED], self.held[DIRECTIONS]
-        torch._foreach_add_(z, torch._foreach_sub(u, self.held["last_update"]))
-        _copy(self.held["last_update"], u)
-        if self._mixes_change:
-            yield (DIRECTIONS,)
+    def before(self, x: Flats) -> Sent:
+        """Send the weights, together with the dual if the update before goes with it."""
         if self._is_atc:
-            _copy(mixed, x)
-        torch._foreach_sub_(mixed, z)
+            return ()
+        torch._foreach_add_(self.held[MIXED], x)
+        if not self._is_behind:
+            return (MIXED,)
+        torch._foreach_add_(self.duals, self.held[BASE])
+        return (MIXED, DUAL)
+
+    def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
+        """See `Backbone`."""
+        weights, duals = self.held[MIXED], self.duals
+        update = torch._foreach_sub(x, updated)
+        if self._is_behind:
+            torch._foreach_sub_(duals, self.held[BASE])
+            torch._foreach_copy_(self.held[BASE], update)
+            torch._foreach_add_(duals, update)
+        else:
+            torch._foreach_add_(duals, update)
+            yield (DUAL,)
+        if self._is_atc:
+            torch._foreach_add_(weights, x)
+        torch._foreach_sub_(weights, duals)
+        torch._foreach_sub_(duals, update)
         if self._is_atc:
             yield (MIXED,)
-        return mixed
-
-    def duals(self, x: Flats) -> Flats:
-        """`Z - U_prev`."""
-        return list(torch._foreach_sub(self.held[DIRECTIONS], self.held["last_update"]))
+        return self._take_weights()
 
 
 class DeMuon(Backbone):
     """Mixes weights after the update, without duals."""
 
+    names = travels = (MIXED,)
     starts_early, exchanges = False, 1
 
-    @property
-    def names(self) -> tuple[str, ...]:
+    def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
         """See `Backbone`."""
-        return (MIXED,)
-
-    def after(self, x: Flats, u: Flats) -> Generator[Sent, None, Flats]:
-        """See `Backbone`."""
-        _copy(self.held[MIXED], list(torch._foreach_sub(x, u)))
+        torch._foreach_add_(self.held[MIXED], updated)
         yield (MIXED,)
-        return self.held[MIXED]
+        return self._take_weights()
 
 
-def resolve_backbone(backbone: str | Polynomial) -> str | Polynomial:
+def dual_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of sums that must stay zero over all ranks: float64 where there is one."""
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
+def resolve_backbone(backbone: str) -> str:
     """Check the name of a backbone."""
-    if isinstance(backbone, Polynomial) or backbone in BACKBONES:
+    if backbone in BACKBONES:
         return backbone
-    raise ValueError(
-        f"backbone={backbone!r} is none of {', '.join(map(repr, BACKBONES))}, and no "
-        "gg.Polynomial(a, b2, c)"
-    )
+    raise ValueError(f"backbone={backbone!r} is none of {', '.join(map(repr, BACKBONES))}")
 
 
-def make_backbone(backbone: str | Polynomial, like: Sequence[Tensor]) -> Backbone:
-    """Create the rule by its name or polynomials, for weights like these."""
-    if backbone == "demuon":
-        return DeMuon(like)
-    if isinstance(backbone, str) and backbone.endswith("-gt"):
-        return Tracking(like, is_atc=backbone == "atc-gt", mixes_change=backbone != "non-atc-gt")
-    return Differences(like, BACKBONES[backbone] if isinstance(backbone, str) else backbone)
+def make_backbone(backbone: str, like: Sequence[Tensor]) -> Backbone:
+    """Create the rule by its name, for flat weights like these, in at least fp32."""
+    if backbone.endswith("-gt"):
+        return Tracking(like, is_atc=backbone == "atc-gt", is_behind=backbone == "non-atc-gt")
+    return {"ed": ExactDiffusion, "extra": Extra, "demuon": DeMuon}[backbone](like)
 
 
-def _copy(into: Flats, values: Flats) -> None:
-    torch._foreach_copy_(into, values)
-
-
-def _trimmed(coefficients: Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    """Return the coefficients without trailing zeros, up to rounding."""
-    return tuple(poly.polytrim(coefficients, 1e-12).tolist())
+def _narrow(wide: Sequence[Tensor], like: Flats) -> Flats:
+    return [flat.to(x.dtype, copy=True) for flat, x in zip(wide, like, strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from gossipgrad.muon._backbones import BACKBONES, ROTATING, Polynomial
+from gossipgrad.muon._backbones import BACKBONES, ROTATING
 from gossipgrad.topology import Schedule, by_name, from_graph, from_matrix, repeated, ring
 
 __all__ = ["Graph", "resolve_graph"]
@@ -40,7 +40,7 @@ class Graph:
 def resolve_graph(
     topology: Any,
     world_size: int,
-    backbone: str | Polynomial,
+    backbone: str,
     *,
     lazy: bool,
     exchanges: int,
@@ -122,9 +122,9 @@ def _weights_of(schedule: Schedule) -> Float[np.ndarray, "rank rank"]:
     return weights + np.diag(1 - weights.sum(1))
 
 
-def _check(weights: Float[np.ndarray, "rank rank"], backbone: str | Polynomial) -> None:
+def _check(weights: Float[np.ndarray, "rank rank"], backbone: str) -> None:
     """Raise `ValueError` if the backbone would diverge, or not reach a consensus."""
-    rule = BACKBONES[backbone] if isinstance(backbone, str) else backbone
+    rule = BACKBONES[backbone]
     others = np.linalg.eigvalsh(weights)[:-1].tolist()
     if weights.diagonal().min() < -_ROUNDING:
         rank = int(weights.diagonal().argmin())
@@ -138,7 +138,7 @@ def _check(weights: Float[np.ndarray, "rank rank"], backbone: str | Polynomial) 
     needs = {
         "ed": "every eigenvalue above -1/3",
         "extra": "every eigenvalue above -1/3",
-    }.get(backbone if isinstance(backbone, str) else "", "roots of z^2 - (1 - b^2 + ac) z + ac < 1")
+    }.get(backbone, "roots of z^2 - (1 - b^2 + ac) z + ac < 1")
     lazily = max(rule.radius((1 + each) / 2) for each in others) < 1 - _ROUNDING
     ways = ["lazy=True, which takes (I + W) / 2"] * lazily
     ways += [

@@ -45,6 +45,11 @@ Deviations
     5. Steps for parameters that are no matrices, weight decay, Nesterov momentum and scales by
        shape are not in the manuscript: the session takes for U whatever the optimizer has done.
 
+    6. Differences of iterates, as N has them, add up the rounding of X: the session keeps instead
+       S^k and H^k - M^k as sums of what the exchanges have added, with the same iterates.
+    7. The session has `ed`, `extra`, the three `-gt` and `demuon`; `paper-ed`, `paper-extra` and
+       any other A, B^2 and C (`Stacked`) are here alone.
+
 References:
     SUDA-Muon, arXiv:2604.23980, and its unpolished manuscript, Algorithm 1, section 3.2,
     Proposition 4.5, Proposition 5.1.

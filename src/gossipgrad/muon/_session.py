@@ -24,7 +24,7 @@ from gossipgrad.engine import (
     weight_entries,
 )
 from gossipgrad.errors import GossipError
-from gossipgrad.muon._backbones import Backbone, Polynomial, make_backbone
+from gossipgrad.muon._backbones import Backbone, dual_dtype, make_backbone
 from gossipgrad.muon._graph import Graph
 from gossipgrad.muon._muon import Muon
 from gossipgrad.optim import are_finite
@@ -32,7 +32,7 @@ from gossipgrad.optim import are_finite
 __all__ = ["SudaSession", "SudaSettings", "SudaStats"]
 
 _TRACKERS = "trackers"
-_MOST_ERROR = 0.01  # relative error of trackers; rounding stays far below
+_ROUNDING = 1e-4  # relative; that of float64 stays far below, and a lost message goes far above
 _LATE_ROUNDS = 8  # open on one link: those of a step, and late ones
 
 
@@ -45,7 +45,7 @@ class SudaSettings(RoundSettings):
         graph: The graph of partners; its schedule is that of the settings.
     """
 
-    backbone: str | Polynomial
+    backbone: str
     graph: Graph
 
     def describe(self) -> dict[str, Any]:
@@ -72,8 +72,9 @@ class SudaStats(Stats):
     Attributes:
         tracker_error: Distance of the mean of trackers to the mean of the tracked tensors, relative
             to the latter; None before a consensus. Only rounding, unless messages were lost.
-        dual_error: Distance of the sum of duals to zero, relative to the size of duals and updates;
-            None before a consensus, 0 for a backbone without duals.
+        dual_error: Distance of the sum of duals to zero, relative to the size of the duals; None
+            before a consensus, 0 for a backbone without duals. The mean of the weights moves by
+            that sum in each step; only rounding, unless messages were lost.
     """
 
     tracker_error: float | None
@@ -106,8 +107,7 @@ class SudaSession(Session):
         self._sources: dict[str, Tensor] = {}
         self._trackers: dict[str, Tensor] = {}
         self._x: list[Tensor] = []
-        self._before: Iterator[tuple[str, ...]] | None = None
-        self._has_tracked = False
+        self._has_sent = self._has_tracked = False  # in this step
         self._has_warned = False
         self._generation = 0
         self._errors: tuple[float | None, float | None] = (None, None)
@@ -133,14 +133,21 @@ class SudaSession(Session):
     def _show_consensus(self, shows: Callable[[], bool]) -> Iterator[None]:
         """See `Session.consensus`; also checks the identities of trackers and duals.
 
-        If late messages were cancelled, and the mean of trackers is off by more than a hundredth,
-        trackers and duals restart on all ranks on exit.
+        If late messages were cancelled, so that they hold no more, it warns, and trackers and duals
+        restart on all ranks on exit.
         """
         is_broken = False
         try:
             with super()._show_consensus(shows):
                 self._check_identities()
-                is_broken = (self._errors[0] or 0.0) > _MOST_ERROR
+                of_trackers, of_duals = (error or 0.0 for error in self._errors)
+                is_broken = max(of_trackers, of_duals) > _ROUNDING
+                if is_broken:
+                    warn(
+                        "messages of suda() were lost: the mean of the trackers is off by "
+                        f"{of_trackers:.1g} of its size, and the sum of the duals by "
+                        f"{of_duals:.1g}. Both restart after this consensus"
+                    )
                 yield
         finally:
             if is_broken and not self._is_closed:
@@ -180,27 +187,23 @@ class SudaSession(Session):
         )
         if self.world_size == 1:
             return flows
-        zeros = {name: _zeros(p) for name, p in replica.trained.items()}
-        self._trackers, self._sources = zeros, {n: z.clone() for n, z in zeros.items()}
-        trackers = self._trackers  # a flow must not reference the session
-        entries = [
-            Entry(_spec(f"{name}: tracker", zeros[name]), p, lambda name=name: trackers[name])
-            for name, p in replica.trained.items()
-        ]
-        flows += Flow.deal(_TRACKERS, Phase.NEVER, entries, of, behind=flows)
+        self._sources = {name: _zeros(p) for name, p in replica.trained.items()}
+        self._trackers = {
+            name: torch.zeros_like(source, dtype=dual_dtype(source))
+            for name, source in self._sources.items()
+        }
+        exchanged = [(name, self._trackers[name], p) for name, p in replica.trained.items()]
+        flows += _flows_of(_TRACKERS, exchanged, of, flows)
         buckets = [bucket for flow in flows if flow.in_consensus for bucket in flow.buckets]
         backbone = self._backbone = make_backbone(of.backbone, [b.total() for b in buckets])
         for name in backbone.travels:
-            held = backbone.held[name]
-            entries = [
-                Entry(
-                    _spec(f"bucket {place}: {name}", flat),
-                    buckets[place].entries[0].parameter,
-                    lambda held=held, place=place: held[place],
+            exchanged = [
+                (f"bucket {number}", flat, bucket.entries[0].parameter)
+                for number, (flat, bucket) in enumerate(
+                    zip(backbone.held[name], buckets, strict=True)
                 )
-                for place, flat in enumerate(held)
             ]
-            flows += Flow.deal(name, Phase.NEVER, entries, of, behind=flows)
+            flows += _flows_of(name, exchanged, of, flows)
         return flows
 
     def _begin(self) -> None:
@@ -253,24 +256,23 @@ class SudaSession(Session):
         self._restart_if_changed()
         names = {id(p): name for name, p in self.replica.trained.items()}
         held = [names[id(p)] for p in parameters]
-        trackers = [self._trackers[name] for name in held]
-        before = [self._sources[name] for name in held]
         if held:
-            torch._foreach_add_(trackers, torch._foreach_sub(list(sources), before))
-            torch._foreach_copy_(before, list(sources))
-        self._exchange_trackers()
-        return trackers
+            torch._foreach_copy_([self._sources[name] for name in held], list(sources))
+        return self._exchange_trackers(held)
 
-    def _exchange_trackers(self) -> None:
+    def _exchange_trackers(self, held: Sequence[str]) -> list[Tensor]:
+        """Exchange all trackers; return `H` of some. Only the sum of deltas, `H - S`, is kept."""
         self._has_tracked = True
+        trackers, sources = list(self._trackers.values()), list(self._sources.values())
+        torch._foreach_add_(trackers, sources)
         beside: tuple[str, ...] = ()
-        if self._before is None and self._rule.starts_early:  # in sync
-            self._before = iter(self._rule.before(self._x))
-            beside = next(self._before, ())
+        if not self._has_sent:  # in sync
+            beside = self._rule.before(self._x)
         self._exchange((_TRACKERS, *beside))
-        for sent in self._before or ():
-            self._exchange(sent)
-        self._before = None
+        self._has_sent = False
+        tracked = [self._trackers[n].to(self._sources[n].dtype, copy=True) for n in held]
+        torch._foreach_sub_(trackers, sources)
+        return tracked
 
     @torch.no_grad()
     def _after_update(self) -> None:
@@ -279,9 +281,8 @@ class SudaSession(Session):
             return
         if not self._has_tracked:  # the step was skipped, but the partner waits
             self._restart_if_changed()
-            self._exchange_trackers()
-        update = torch._foreach_sub(self._x, self._weights_now())
-        new = self._run_through(self._rule.after(self._weights_mixed(), list(update)))
+            self._exchange_trackers(())
+        new = self._run_through(self._rule.after(self._x, self._weights_now()))
         for bucket, flat in zip(self._buckets, new, strict=True):
             bucket.load(flat)
         self._x = []
@@ -302,7 +303,7 @@ class SudaSession(Session):
             "held": {
                 name: [_copy(flat) for flat in flats] for name, flats in self._rule.held.items()
             },
-            "has_sent": self._before is not None,
+            "has_sent": self._has_sent,
         }
         return state
 
@@ -312,10 +313,7 @@ class SudaSession(Session):
         self._generation = self.membership.generation
         if self._backbone is None:
             return
-        self._before = None
-        if state["has_sent"]:
-            self._before = iter(self._rule.before(self._weights_now()))
-            next(self._before)
+        self._has_sent = state["has_sent"]
         for own, saved in (
             (self._sources, state["sources"]),
             (self._trackers, state["trackers"]),
@@ -341,12 +339,6 @@ class SudaSession(Session):
         """Return new flat tensors of the buckets with residuals."""
         return [bucket.total() for bucket in self._buckets]
 
-    def _weights_mixed(self) -> list[Tensor]:
-        """Return the weights before an update, plus late parts mixed since then."""
-        if self._rule.starts_early:  # such parts belong to the next mixing
-            return self._x or self._weights_now()
-        return [flat.clone() for flat in self._rule.held["mixed"]]
-
     def _run_through(self, rule: Generator[tuple[str, ...], None, list[Tensor]]) -> list[Tensor]:
         """Make the exchanges that a rule yields; return its result."""
         while True:
@@ -371,7 +363,7 @@ class SudaSession(Session):
     @torch.no_grad()
     def _begin_backbone(self) -> None:
         """Restart the backbone from the current weights, with nothing in flight."""
-        self._before = None
+        self._has_sent = False
         rounds, block = self._rounds, self.settings.graph.block
         if rounds is None:
             return
@@ -382,9 +374,9 @@ class SudaSession(Session):
     @torch.no_grad()
     def _send_early(self) -> None:
         """Send tensors that do not depend on the next update, during forward and backward."""
-        if self._rule.starts_early and isinstance(self.mode, Overlap) and self._before is None:
-            self._before = iter(self._rule.before(self._weights_now()))
-            self._send(next(iter(self._before)))
+        if self._rule.starts_early and isinstance(self.mode, Overlap) and not self._has_sent:
+            self._send(self._rule.before(self._weights_now()))
+            self._has_sent = True
 
     @torch.no_grad()
     def _restart_if_changed(self) -> None:
@@ -400,8 +392,8 @@ class SudaSession(Session):
         if self._rounds is None:
             return
         self._rounds.cancel()
-        for name, tracker in self._trackers.items():
-            tracker.copy_(self._sources[name])
+        for tracker in self._trackers.values():
+            tracker.zero_()
         self._begin_backbone()
 
     @torch.no_grad()
@@ -409,16 +401,14 @@ class SudaSession(Session):
         """Return sums over each tensor of trackers and duals; one small collective."""
         if self._backbone is None:
             return
-        errors = [self._trackers[name] - source for name, source in self._sources.items()]
-        duals = self._rule.duals(self._weights_mixed())
-        steps = self._rule.held.get("last_update", [])
-        sizes = [self._sources.values(), [*duals, *steps]]
-        mean = self.group.mean_(
-            torch.stack(
-                [_sum(each) for each in (*errors, *duals)] + [_size(each) for each in sizes]
-            )
-        )
-        of_trackers, of_duals, (sources, rest) = mean.abs().split([len(errors), len(duals), 2])
+        trackers, rule = [*self._trackers.values()], self._rule
+        duals = rule.duals_behind() if self._has_sent else rule.duals
+        # Duals below the rounding of the weights change nothing.
+        floor = [torch.finfo(x.dtype).eps * x for x in self._weights_now()]
+        sizes = [self._sources.values(), [*duals, *floor]]
+        sums = [_sum(each) for each in (*trackers, *duals)]
+        mean = self.group.mean_(torch.stack(sums + [_size(each) for each in sizes])).abs()
+        of_trackers, of_duals, (sources, rest) = mean.split([len(trackers), len(duals), 2])
         self._errors = (
             (of_trackers.sum() / (sources + 1e-300)).item(),
             (of_duals.sum() / (rest + 1e-300)).item(),
@@ -435,8 +425,36 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros(held.shape, dtype=widened(held.dtype), device=held.device)
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+def _flows_of(
+    name: str,
+    tensors: Iterable[tuple[str, Tensor, nn.Parameter]],
+    settings: SudaSettings,
+    behind: Sequence[Flow],
+) -> list[Flow]:
+    """Create flows of tensors that may be wider than what is sent of them.
+
+    A delta is then computed in their type from what both ends sent, so no sum over ranks is lost.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Entry]] = {}
+    for label, tensor, parameter in tensors:  # not of the session, which no flow may reference
+        wire = settings.wire_dtype or widened(parameter.dtype)
+        spec = TensorSpec(f"{label}: {name}", tuple(tensor.shape), tensor.dtype)
+        entry = Entry(spec, parameter, lambda tensor=tensor: tensor)
+        limit_bytes = settings.bucket_bytes * tensor.itemsize // wire.itemsize
+        groups.setdefault((tensor.device, wire), []).extend(entry.pieces(limit_bytes))
+    flows: list[Flow] = []
+    for (_, wire), entries in groups.items():
+        flow = Flow(
+            name,
+            Phase.NEVER,
+            entries,
+            first_bucket=sum(len(flow.buckets) for flow in (*behind, *flows)),
+            bucket_bytes=settings.bucket_bytes,
+            wire_dtype=wire,
+            snapshots=settings.snapshots,
+        )
+        flows.append(flow)
+    return flows
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from gossipgrad.engine import (
     check_replica,
     resolve_mode,
 )
-from gossipgrad.muon._backbones import Polynomial, make_backbone, resolve_backbone
+from gossipgrad.muon._backbones import make_backbone, resolve_backbone
 from gossipgrad.muon._graph import resolve_graph
 from gossipgrad.muon._session import SudaSession, SudaSettings
 
@@ -44,7 +44,7 @@ def suda(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    backbone: str | Polynomial = "semi-atc-gt",
+    backbone: str = "semi-atc-gt",
     topology: Any = "dissemination",
     lazy: bool = False,
     mode: str | Mode | None = None,
@@ -81,9 +81,8 @@ def suda(
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
         optimizer: One optimizer, `gg.Muon` or another.
-        backbone: `"semi-atc-gt"`, `"atc-gt"`, `"non-atc-gt"`, `"demuon"` and the manuscript's
-            `"paper-extra"` run on any graph; `"ed"`, `"extra"`, the manuscript's `"paper-ed"` and
-            `Polynomial(a, b2, c)` on a constant graph.
+        backbone: `"semi-atc-gt"`, `"atc-gt"`, `"non-atc-gt"` and `"demuon"` run on any graph;
+            `"ed"` and `"extra"` on a constant graph.
         topology: With one partner in a step, another in the next: `"dissemination"`,
             `"hypercube"`, `"matching"`, `"complete"`, or such a schedule. With all neighbours in
             each exchange, one round for each matching: `"ring"`, a networkx graph, or a matrix of
@@ -172,7 +171,7 @@ def suda(
 def resolve_settings(
     world_size: int,
     *,
-    backbone: str | Polynomial = "semi-atc-gt",
+    backbone: str = "semi-atc-gt",
     topology: Any = "dissemination",
     lazy: bool = False,
     mode: str | Mode | None = None,
@@ -205,7 +204,7 @@ def resolve_settings(
     )
 
 
-def _resolve_mode(mode: str | Mode | None, backbone: str | Polynomial) -> Mode:
+def _resolve_mode(mode: str | Mode | None, backbone: str) -> Mode:
     starts_early = make_backbone(backbone, []).starts_early
     if mode is None:
         mode = "overlap" if starts_early else "sync"

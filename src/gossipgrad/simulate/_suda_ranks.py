@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossipgrad.muon import Muon, Polynomial, make_backbone, resolve_settings
+from gossipgrad.muon import Muon, make_backbone, resolve_settings
 from gossipgrad.optim import choose_roles
 
 from ._replicas import Batches, Loss, Losses, Ranks, Replicas
@@ -60,7 +60,7 @@ class SudaRanks(Ranks):
         model: nn.Module,
         world_size: int,
         *,
-        backbone: str | Polynomial = "semi-atc-gt",
+        backbone: str = "semi-atc-gt",
         topology: Any = "dissemination",
         lazy: bool = False,
         loss: Loss = F.cross_entropy,
@@ -93,8 +93,7 @@ class SudaRanks(Ranks):
             **options,
         )
         self.optimizer.track = self._track  # type: ignore[misc]
-        self._trackers = [torch.zeros_like(each) for each in self._stacked]
-        self._sources = [torch.zeros_like(each) for each in self._stacked]
+        self._trackers = [torch.zeros_like(each, dtype=torch.float64) for each in self._stacked]
         self._backbone = make_backbone(backbone, self._now())
         self._backbone.begin(self._now())
 
@@ -123,11 +122,9 @@ class SudaRanks(Ranks):
     @torch.no_grad()
     def _update(self) -> None:
         x, rule = self._now(), self._backbone
-        for names in rule.before(x):
-            self._exchange(names)
+        self._exchange(rule.before(x))
         self.optimizer.step()
-        update = torch._foreach_sub(x, self._now())
-        steps = rule.after(x, list(update))
+        steps = rule.after(x, self._now())
         while True:
             try:
                 self._exchange(next(steps))
@@ -139,12 +136,14 @@ class SudaRanks(Ranks):
         """Trackers of all ranks, in the order of the optimizer's parameters."""
         found = {id(p): source for p, source in zip(parameters, sources, strict=True)}
         now = [torch.stack([found[id(row)] for row in rows]) for rows in self._rows.values()]
-        torch._foreach_add_(self._trackers, torch._foreach_sub(now, self._sources))
-        self._sources = now
+        torch._foreach_add_(self._trackers, now)
         self._mix(self._trackers)
+        pairs = zip(self._trackers, now, strict=True)
+        of_all = [tracker.to(each.dtype, copy=True) for tracker, each in pairs]
+        torch._foreach_sub_(self._trackers, now)
         tracked = {
             id(row): tracker
-            for rows, stacked in zip(self._rows.values(), self._trackers, strict=True)
+            for rows, stacked in zip(self._rows.values(), of_all, strict=True)
             for row, tracker in zip(rows, stacked, strict=True)
         }
         return [tracked[id(p)] for p in parameters]
@@ -154,9 +153,9 @@ class SudaRanks(Ranks):
             self._mix(self._backbone.held[name])
 
     def _mix(self, stacked: Sequence[Tensor]) -> None:
-        weights = torch.from_numpy(self._graph.matrix(self.steps))
+        weights = torch.from_numpy(self._graph.matrix(self.steps)).to(stacked[0].device)
         for each in stacked:
-            each.copy_((weights.to(each) @ each.flatten(1)).view_as(each))
+            each.copy_((weights @ each.flatten(1).double()).view_as(each))
 
     def _now(self) -> list[Tensor]:
         return [each.detach().clone() for each in self._stacked]

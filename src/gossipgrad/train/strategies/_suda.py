@@ -23,8 +23,8 @@ class SudaConfig:
     """How weights and trackers of decentralized Muon are mixed; used by `strategy` suda alone."""
 
     backbone: str = "semi-atc-gt"
-    """How weights are mixed around an update: semi-atc-gt, atc-gt, non-atc-gt, demuon, paper-extra
-    with any topology; ed, extra, paper-ed with ring alone."""
+    """How weights are mixed around an update: semi-atc-gt, atc-gt, non-atc-gt, demuon with any
+    topology; ed, extra with ring alone."""
     topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
         "dissemination"
     )
