@@ -26,11 +26,8 @@ from gossipgrad.decentralized import average_states as average_states
 from gossipgrad.decentralized import gossip as gossip
 from gossipgrad.decentralized import join as join
 from gossipgrad.engine import Overlap as Overlap
-from gossipgrad.engine import Resize as Resize
-from gossipgrad.engine import Shift as Shift
 from gossipgrad.engine import Stale as Stale
 from gossipgrad.engine import Stats as Stats
-from gossipgrad.engine import Surgery as Surgery
 from gossipgrad.engine import Sync as Sync
 from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError

@@ -114,16 +114,6 @@ def test_arguments_of_the_model_and_hand_made_groups():
         assert "model's" in found.describe()
 
 
-def test_sessions_that_keep_shapes_are_refused():
-    model = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 2))
-    optimizer = gg.Muon(model, lr=0.02)
-    with (
-        gg.suda(model, optimizer) as session,
-        pytest.raises(ValueError, match="gossip"),
-    ):
-        gg.shrink(model, optimizer, session=session, example_input=torch.ones(1, 4))
-
-
 def test_wrapped_models_are_refused_with_the_way_out():
     class Wrapped(torch.nn.parallel.DistributedDataParallel):
         def __init__(self, module):

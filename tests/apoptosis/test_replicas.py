@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
+from gossipgrad.comm import Hub
 from support.deaths import run_mortals
 from support.joining import run_open
 from support.ranks import run_ranks
@@ -115,7 +116,7 @@ def test_the_consensus_of_shrunk_replicas_is_the_shrunk_consensus():
         shrinking.apply(plan)
         with session.consensus():
             torch.testing.assert_close(flat(model), flat(mean), rtol=1e-5, atol=1e-6)
-        return plan.surgery(wide()).digest()
+        return plan.digest()
 
     digests = on_ranks(3, use)
     assert len({*digests}) == 1
@@ -139,18 +140,18 @@ def test_ranks_with_unlike_plans_change_nothing():
 
 
 def die(me):
-    """Ends this rank; one whose plan failed would call `apply_` next."""
-    me.session.apply_ = lambda surgery: die(me)
+    """Ends this rank; one whose plan failed would call `rebuild` next."""
+    me.session.rebuild = lambda *args, **named: die(me)
     me.die()
 
 
-@pytest.mark.parametrize("place", ["mean_", "apply_", "agree"])
+@pytest.mark.parametrize("place", ["mean_", "rebuild", "agree"])
 def test_a_rank_that_dies_before_a_plan_is_applied_takes_nobody_along(place):
     def function(me):
         model, session = me.session.replica.model, me.session
         with shrink(session, events=3) as shrinking:
             if me.rank == 2:
-                setattr(session, place, lambda *args: die(me))
+                setattr(session, place, lambda *args, **named: die(me))
             me.train_without(2)
             me.train_until(lambda: shrinking.stats().events >= 1)
             me.train_until(lambda: len(shrinking.history) == 3)
@@ -273,6 +274,34 @@ def test_sparse_gradients_go_on_and_what_is_carried_over_shrinks(plan):
     assert one[2] == 0
     assert torch.equal(one[0], two[0])
     assert one[3]["0.weight"] == (width, 6)
+
+
+@pytest.mark.parametrize("backbone", ["ed", "semi-atc-gt"])
+def test_decentralized_muon_restarts_with_narrower_trackers(backbone):
+    hub = Hub(2)
+
+    def rank_main(rank, group):
+        model = wide()
+        optimizer = gg.Muon(model, lr=0.02)
+        links = {"process_group": group, "transport": lambda group: hub.transport(group.rank)}
+        with (
+            gg.suda(model, optimizer, backbone=backbone, **links) as session,
+            shrink(session) as shrinking,
+        ):
+            for number in range(20):
+                backward(model, rank, number)
+                optimizer.step()
+            with session.consensus():
+                mean = flat(model)
+            errors, widths = session.stats().tracker_error, shrinking.widths()
+            group.barrier()
+        return mean, errors, widths
+
+    (one, error, widths), (two, _, others) = run_ranks(2, rank_main)
+    assert widths == others
+    assert widths["0"] <= 10
+    assert torch.equal(one, two)
+    assert error < 1e-3
 
 
 def test_data_parallel_is_wrapped_anew():

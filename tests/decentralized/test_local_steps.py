@@ -6,7 +6,6 @@ import torch
 import gossipgrad as gg
 from gossipgrad.decentralized._reference_local_steps import LocalStepsReference
 from gossipgrad.topology import by_name
-from support.ranks import run_ranks
 from support.replicas import adam, assert_same_bits, backward, network, set_gradients
 from support.sessions import run_sessions, train
 
@@ -121,20 +120,6 @@ def test_what_does_not_go_together_is_refused(settings):
 def test_an_outer_optimizer_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match="outer optimizer"):
         gg.Nesterov(**wrong)
-
-
-def test_surgery_is_refused():
-    def rank_main(rank, group):
-        model = network()
-        with (
-            gg.gossip(
-                model, adam(list(model.parameters())), process_group=group, local_steps=2
-            ) as session,
-            pytest.raises(gg.GossipError, match="local_steps"),
-        ):
-            session.apply_(gg.Surgery({}))
-
-    run_ranks(1, rank_main)
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

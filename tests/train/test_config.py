@@ -52,8 +52,6 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ("clip_norm", {"clip_norm": 0.0}),
         ("wandb", {"wandb": ""}),
         ("apoptosis", {"apoptosis": 2.0}),
-        ("apoptosis", {"apoptosis": 0.05, "strategy": "suda", "optimizer": "muon"}),
-        ("apoptosis", {"apoptosis": 0.05, "checkpoint_every": 5}),
         ("apoptosis", {"apoptosis": 0.05, "optimizer": "soap"}),
     ],
 )

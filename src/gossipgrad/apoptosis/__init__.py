@@ -20,6 +20,10 @@ from gossipgrad.apoptosis._session import ShrinkSession as ShrinkSession
 from gossipgrad.apoptosis._session import ShrinkSettings as ShrinkSettings
 from gossipgrad.apoptosis._session import ShrinkStats as ShrinkStats
 from gossipgrad.apoptosis._shrink import shrink as shrink
+from gossipgrad.apoptosis._surgery import Resize as Resize
+from gossipgrad.apoptosis._surgery import Shift as Shift
+from gossipgrad.apoptosis._surgery import Surgery as Surgery
+from gossipgrad.apoptosis._surgery import operate as operate
 from gossipgrad.apoptosis._trial import Certificate as Certificate
 from gossipgrad.apoptosis._trial import merged as merged
 from gossipgrad.apoptosis._trial import samples_at_risk as samples_at_risk

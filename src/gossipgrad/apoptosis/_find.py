@@ -30,7 +30,7 @@ from gossipgrad.apoptosis._channels import (
 )
 from gossipgrad.apoptosis._neurons import Neurons, is_depthwise, is_layer, weight_of
 from gossipgrad.apoptosis._plan import Merging, surgery_of
-from gossipgrad.engine import operate
+from gossipgrad.apoptosis._surgery import operate
 
 __all__ = ["Found", "find"]
 

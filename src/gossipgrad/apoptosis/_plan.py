@@ -1,5 +1,6 @@
 """A plan of merges, which can be printed, saved and applied."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from gossipgrad.apoptosis._neurons import Neurons, block_of, weight_of
-from gossipgrad.engine import Resize, Shift, Surgery, operate
+from gossipgrad.apoptosis._surgery import Resize, Shift, Surgery, operate
 
 __all__ = ["Merging", "ShrinkPlan", "removed_of", "surgery_of"]
 
@@ -112,6 +114,15 @@ class ShrinkPlan:
                 for each in self.mergings
             ],
         }
+
+    def digest(self) -> str:
+        """Return a digest that is equal iff two plans are, bit for bit."""
+        found = hashlib.sha256()
+        for leaf in tree_leaves(self.state_dict()):
+            if isinstance(leaf, Tensor):
+                leaf = leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            found.update(leaf if isinstance(leaf, bytes) else f"{leaf};".encode())
+        return found.hexdigest()
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "ShrinkPlan":

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from gossipgrad.apoptosis._judge import judge, judge_bounded
 from gossipgrad.apoptosis._moments import Watch
 from gossipgrad.apoptosis._neurons import Neurons, is_layer, width_of
 from gossipgrad.apoptosis._plan import Merging, ShrinkPlan
+from gossipgrad.apoptosis._surgery import check_surgery, operate
 from gossipgrad.apoptosis._trial import Certificate, certify, evaluating, merged
 from gossipgrad.engine import Session
 from gossipgrad.errors import AgreementError, EvictedError, GossipError
@@ -135,8 +137,8 @@ class ShrinkSession:
     """The session that `shrink()` returns. Close it, or use it in a `with` statement.
 
     Attributes:
-        replicas: The session that applies surgeries on all ranks: the one of `gossip()` or
-            `sparsify()` if passed, otherwise its own.
+        replicas: The session whose ranks shrink together: that of `gossip()`, `sparsify()` or
+            `suda()` if passed, otherwise its own.
         neurons: The neurons that may be removed.
         refused: By layer, why it does not shrink.
         settings: See `shrink()`.
@@ -266,10 +268,17 @@ class ShrinkSession:
         Raises:
             ValueError: It does not fit the model; nothing is changed then.
             AgreementError: The ranks pass different plans; nothing is changed then.
-            GossipError: As `apply_()` of the session of replicas.
+            GossipError: As `rebuild()` of the session of replicas.
         """
         self._forget()
-        self.replicas.apply_(plan.surgery(self._inner))
+        model, optimizers = self._inner, self.replicas.replica.optimizers
+        surgery = plan.surgery(model)
+        check_surgery(model, surgery, optimizers)
+        self.replicas.rebuild(
+            partial(operate, model, optimizers, surgery),
+            digest=plan.digest(),
+            gradient_map=surgery.of_gradient,
+        )
         for each in plan.mergings:
             spent = self._course.spent
             spent[each.neurons.name] = spent.get(each.neurons.name, 0.0) + each.error
@@ -301,19 +310,24 @@ class ShrinkSession:
         return {
             **asdict(self._course),
             "steps": self.replicas.position - self._start,
+            "before": {"parameters": self._parameters_before, "widths": dict(self._widths_before)},
             "history": [asdict(event) for event in self.history],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, in a model narrowed by `rebuild`; local.
 
-        A session passed to `shrink()` loads its own state before.
+        A session passed to `shrink()` loads its own state before. Batches that were measured for
+        the next event are not in the state: it plans with those after the resume.
         """
         self._forget()
         self._start = self.replicas.position - state["steps"]
         self._done = max(0, state["steps"] // self.settings.every)
         self._course = _Course(state["rate"], dict(state["spent"]))
+        self._parameters_before = state["before"]["parameters"]
+        self._widths_before = dict(state["before"]["widths"])
         self.history = [ShrinkEvent(**event) for event in state["history"]]
+        self._look_if_near()
 
     def close(self) -> None:
         """Remove all hooks; the model keeps its widths. A session that was passed stays open."""
@@ -345,6 +359,10 @@ class ShrinkSession:
         while self._done < min(steps // settings.every, settings.events):
             self._done += 1
             self._event()
+        self._look_if_near()
+
+    def _look_if_near(self) -> None:
+        settings, steps = self.settings, self.replicas.position - self._start
         is_near = steps - self._done * settings.every >= settings.every - settings.batches
         if is_near and self._done < settings.events:
             self.look()

@@ -12,6 +12,7 @@ from gossipgrad.apoptosis._find import Found, find
 from gossipgrad.apoptosis._judge import why_not_bounded
 from gossipgrad.apoptosis._neurons import Neurons
 from gossipgrad.apoptosis._session import ShrinkSession, ShrinkSettings, cosine
+from gossipgrad.apoptosis._surgery import check_resizable
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Group, resolve_group, resolve_optimizers
 from gossipgrad.engine import (
     Flow,
@@ -20,7 +21,6 @@ from gossipgrad.engine import (
     Session,
     Sync,
     check_model,
-    check_resizable,
 )
 from gossipgrad.topology import by_name
 
@@ -84,8 +84,8 @@ def shrink(
         at_most: Share of a layer's neurons that one event may remove.
         start: `session.position` that events are counted from, equal on all ranks; None: the
             current one. A joiner passes that of the others.
-        session: A session of `gossip()` or `sparsify()` with this model and optimizer, whose ranks
-            shrink together; its messages shrink with the model.
+        session: A session of `gossip()`, `sparsify()` or `suda()` with this model and optimizer:
+            its ranks shrink together, and its messages with the model.
         process_group: The ranks that shrink together without a session; by default all.
         wrap: Creates `session.model` again after each event: `wrap=DistributedDataParallel`.
         copies: Models of the same architecture to shrink too, such as an average of weights over
@@ -144,11 +144,6 @@ def shrink(
         replica = session.replica
         if replica.model is not model or [*map(id, replica.optimizers)] != [*map(id, optimizers)]:
             raise ValueError("session is of another model or optimizer: pass the same to both")
-        if not session.can_resize:
-            raise ValueError(
-                f"session is of {session.door}(), which keeps tensors of the shapes that it began "
-                "with: shrink beside gossip(), sparsify() or DistributedDataParallel"
-            )
         if process_group is not None:
             raise ValueError("session has its own ranks: leave process_group out")
     found = _found(model, example_input, groups)

@@ -25,13 +25,11 @@ from gossipgrad.engine import (
     Replica,
     Session,
     Stats,
-    Surgery,
     Sync,
     gradient_entries,
     state_entries,
     weight_entries,
 )
-from gossipgrad.errors import GossipError
 
 __all__ = ["GossipSession"]
 
@@ -53,22 +51,7 @@ class GossipSession(Session):
 
     def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
         self._outer = None if settings.outer is None else OuterOptimizer(settings.outer)
-        if self._outer is not None:
-            self.can_resize = False
         super().__init__(replica, settings, **options)
-
-    def apply_(self, surgery: Surgery) -> None:
-        """See `Session.apply_`; not with local steps.
-
-        Raises:
-            GossipError: With local steps.
-        """
-        if self._outer is not None:
-            raise GossipError(
-                "gossip(local_steps=...) keeps outer weights of the shapes that it began with: "
-                "close the session, apply the surgery on every rank, and begin another"
-            )
-        super().apply_(surgery)
 
     def stats(self) -> Stats:
         """Return this rank's counters; no communication."""

@@ -24,11 +24,6 @@ from gossipgrad.engine._settings import is_count as is_count
 from gossipgrad.engine._settings import resolve_average_every as resolve_average_every
 from gossipgrad.engine._stats import Stats as Stats
 from gossipgrad.engine._step_hooks import StepHooks as StepHooks
-from gossipgrad.engine._surgery import Resize as Resize
-from gossipgrad.engine._surgery import Shift as Shift
-from gossipgrad.engine._surgery import Surgery as Surgery
-from gossipgrad.engine._surgery import check_resizable as check_resizable
-from gossipgrad.engine._surgery import operate as operate
 from gossipgrad.engine._tensors import NON_NEGATIVE as NON_NEGATIVE
 from gossipgrad.engine._tensors import Entry as Entry
 from gossipgrad.engine._tensors import gradient_entries as gradient_entries

@@ -35,7 +35,7 @@ Kind = Literal[
     "average",
     "distance",
     "broadcast",
-    "surgery",
+    "rebuild",
     "periodic",
     "drain",
     "load",
@@ -47,7 +47,7 @@ _CALLS: dict[Kind, str] = {
     "average": "session.average_()",
     "distance": "session.consensus_distance()",
     "broadcast": "session.broadcast_()",
-    "surgery": "a surgery",
+    "rebuild": "session.rebuild()",
     "periodic": "a periodic average",
     "drain": "session.state_dict()",
     "load": "session.load_state_dict()",
@@ -262,6 +262,11 @@ class Averaging:
         with self.together():
             if self._rounds is not None:
                 self._rounds.drain(COLLECTIVE_SECONDS)
+
+    def cancel(self) -> None:
+        """Cancel everything in flight without mixing it."""
+        if self._rounds is not None:
+            self._rounds.cancel()
 
     def restart(self) -> None:
         """Restart rounds, possibly at a lower number, after all ranks loaded a state."""

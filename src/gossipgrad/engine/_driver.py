@@ -212,8 +212,8 @@ class StepDriver:
             for transfer in transfers:
                 transfer.cancel()
 
-    def pending_change(self) -> str | None:
-        """Return the error message if the replica was changed since the last step."""
+    def pending_change(self, check: Callable[[], None] | None = None) -> str | None:
+        """Return the error message if the replica was changed since the last step, by `check`."""
         if self._rounds is None:
             return None
         if self.is_mid_step:
@@ -223,7 +223,7 @@ class StepDriver:
                 "before it; for a GAN, one session for each model is simplest"
             )
         try:
-            self.check()
+            (check or self.check)()
         except ReplicaChangedError as error:
             return str(error)
         return None

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import local, parameters_of, trained_parameters, widened
 from gossipgrad.engine._claims import Claim
-from gossipgrad.engine._surgery import Surgery, operate
 from gossipgrad.errors import AgreementError, EvictedError, GossipError, ReplicaChangedError
 
 __all__ = ["Replica"]
@@ -32,18 +31,17 @@ class Replica:
 
     Attributes:
         trained: The parameters that the optimizers train, by name, as of the last `accept`.
-        version: Number of applied surgeries.
-        surgeries: The applied surgeries, in order.
+        version: How often parameters have got other shapes, or another set is trained.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, door: str) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self.version = 0
-        self.surgeries: list[Surgery] = []
         self.trained: dict[str, nn.Parameter] = {}
         self._claim = Claim(door)
         self._owned: list[int] = []
+        self._shapes: dict[str, torch.Size] = {}
         self._loaded: list[str] = []
         loaded = self._loaded  # so that hooks reference only this list
         self._handles = []
@@ -70,6 +68,7 @@ class Replica:
         self._claim.take(trained)
         self._loaded.clear()
         self.trained = trained
+        self._shapes = {name: parameter.shape for name, parameter in trained.items()}
         self._owned = self._owned_now()
 
     @contextmanager
@@ -78,12 +77,12 @@ class Replica:
 
         Call `accept` after the writes inside.
         """
-        before = self.trained, self._owned, list(self._loaded)
+        before = self.trained, self._shapes, self._owned, list(self._loaded)
         self.accept()
         try:
             yield
         except BaseException:
-            self.trained, self._owned, self._loaded[:] = before
+            self.trained, self._shapes, self._owned, self._loaded[:] = before
             self._claim.take(self.trained)
             raise
 
@@ -116,6 +115,10 @@ class Replica:
             raise ReplicaChangedError(
                 f"{self._loaded[0]}.load_state_dict was called inside a session. {_WAY_OUT}"
             )
+
+    def has_other_shapes(self) -> bool:
+        """Whether a trained parameter has another shape than when it was accepted."""
+        return any(p.shape != self._shapes[name] for name, p in self.trained.items())
 
     def set_change(self) -> str | None:
         """Describe how the set of trained parameters differs from the session's, None if equal.
@@ -155,16 +158,6 @@ class Replica:
             except GossipError:
                 if left == 0:
                     raise
-
-    def apply(self, surgery: Surgery) -> None:
-        """Change shapes in place, with optimizer state, gradients and buffers; local.
-
-        Raises:
-            ValueError: If it does not fit; nothing is changed then.
-        """
-        operate(self.model, self.optimizers, surgery)
-        self.surgeries.append(surgery)
-        self.version += 1
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of parameters and buffers by name."""

@@ -32,6 +32,7 @@ from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase, memory_of
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
+from gossipgrad.engine._rebuild import rebuild_together
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._saving import state_on_one, warn_of_load, watch_state_dict, watch_states
@@ -40,8 +41,6 @@ from gossipgrad.engine._signal_handlers import check_not_in_handler
 from gossipgrad.engine._state import StateKeeper, take_state
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
-from gossipgrad.engine._surgery import Surgery, check_surgery
-from gossipgrad.engine._surgery_together import apply_together
 from gossipgrad.errors import GossipError
 
 __all__ = ["Session"]
@@ -53,7 +52,7 @@ _CLOSE_SECONDS = 10.0  # how long a normal close waits for parts in flight and f
 
 @own_work(
     *("consensus_state_dict", "average_", "consensus_distance", "disagreement", "broadcast_"),
-    *("apply_", "mean_", "wait", "agree", "state_dict", "load_state_dict"),
+    *("rebuild", "mean_", "wait", "agree", "state_dict", "load_state_dict"),
     *("_before_state_dict", "_before_load", "_close"),
 )
 class Session:
@@ -92,9 +91,6 @@ class Session:
 
     can_grow: ClassVar[bool] = False
     """Whether the set of trained parameters may grow; otherwise the next step raises then."""
-
-    can_resize: bool = True
-    """Whether `apply_()` can change shapes in it."""
 
     def __init__(
         self,
@@ -173,13 +169,13 @@ class Session:
     def _make_flows(self) -> list[Flow]:
         """Create the flows, in the order of the buckets in the channel's plan; for families.
 
-        Called again after `broadcast_()` and `apply_()`. Flows must not reference the session:
+        Called again after `broadcast_()` and `rebuild()`. Flows must not reference the session:
         transfers in flight keep flows alive, and a session that is no longer referenced must end.
         """
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Called at the start of training and after `broadcast_()`; for families."""
+        """Called at the start of training, after `broadcast_()` and `rebuild()`; for families."""
         self._run.begin()
 
     def _after_update(self) -> None:
@@ -371,28 +367,63 @@ class Session:
         self._run.equal_at_step = self._run.steps
         self._begin()
 
-    def apply_(self, surgery: Surgery) -> None:
-        """Remove rows or columns of parameters in place, on all ranks; a collective.
+    def rebuild(
+        self,
+        change: Callable[[], object] | None = None,
+        *,
+        digest: str = "",
+        gradient_map: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Continue with parameters of other shapes, or with others; a collective.
 
-        All ranks pass an equal surgery: it is linear, so it commutes with averaging, and replicas
-        need not be equal. Parts in flight are mixed first; messages are smaller from the next round
-        on. When a rank is lost in the middle, the others complete the surgery.
+        The ranks meet, mix what is in flight, call `change`, and create messages of the parameters
+        as they then are::
+
+            def narrow():
+                with torch.no_grad():
+                    model.up.weight.set_(model.up.weight[:64].clone())
+                    model.down.weight.set_(model.down.weight[:, :64].clone())
+
+            session.rebuild(narrow)
+
+        It costs the wait for late ranks, as `consensus()`, and a few small collectives; nothing as
+        large as the model is sent, except by `sparsify()`. Replicas stay as they are: if `change`
+        is linear in the weights, the mean of the replicas is what it makes of their mean. Optimizer
+        state is left to `change`. Families begin as in a new session: the outer momentum of
+        `local_steps` and the trackers and duals of `suda()` at zero, the plan of `sparsify()` with
+        another measurement. If no trained parameter changed, the call only mixes what is in flight.
+
+        A rank that is lost before all have met does not count. If one is lost later, the others
+        complete the change. A rank that is late is waited for, as in `consensus()`.
+
+        Args:
+            change: Changes model and optimizers of this rank, once. It must not fail. None: they
+                were changed before the call; parts in flight of former shapes are then cancelled,
+                which may shift the mean over ranks by what one end had mixed.
+            digest: Text that identifies the change; the ranks compare it before any makes it.
+            gradient_map: Returns what a tensor that is linear in a parameter's gradients becomes,
+                given its name: residuals of `sparsify()` follow. None: those of parameters whose
+                shapes change are dropped.
 
         Raises:
-            ValueError: If it does not fit; nothing is changed then.
-            AgreementError: On every rank, if one's surgery is not equal; nothing is changed then.
-                Or the replicas differ in shapes afterwards.
+            AgreementError: On every rank. The digests differ; nothing is changed then. Or the
+                replicas differ in names, shapes or dtypes afterwards.
             GossipError: As `consensus()`.
+            ReplicaChangedError: On every rank, if one's optimizer was loaded.
         """
-        self._check_ready("apply_")
-        check_surgery(self.replica.model, surgery, self.replica.optimizers)
-        of = surgery, self.replica, self.group, self._averaging, self._pending_change
-        if not apply_together(*of, renew=lambda: self._run.use(self._deal())):
-            return
-        self.replica.accept()
-        if self._admission is not None:
-            self._admission.publish()
-        self._run.begin()
+        self._check_ready("rebuild")
+        if rebuild_together(
+            change,
+            digest,
+            replica=self.replica,
+            group=self.group,
+            averaging=self._averaging,
+            pending_change=lambda: self._run.pending_change(self.replica.check_loaded),
+            renew=self._renew,
+        ):
+            self._rebuilt(gradient_map)
+        else:
+            self._run.begin()
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors outside of the replica by their mean over the living ranks, in place.
@@ -612,6 +643,19 @@ class Session:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._run.after_step(optimizer)
+
+    def _renew(self) -> None:
+        """Create the flows of the parameters as they are now; all ranks have met."""
+        with self.replica.accepting():
+            self._run.use(self._deal())
+
+    def _rebuilt(self, gradient_map: Callable[[str, Tensor], Tensor] | None) -> None:
+        """Begin with the parameters of `rebuild()`; for families."""
+        self.replica.accept()
+        self.replica.version += 1
+        if self._admission is not None:
+            self._admission.publish()
+        self._begin()
 
     def _adopt(self) -> None:
         """Continue with the parameters that are trained now; all ranks have met."""

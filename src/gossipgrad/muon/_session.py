@@ -20,7 +20,6 @@ from gossipgrad.engine import (
     RoundSettings,
     Session,
     Stats,
-    Surgery,
     weight_entries,
 )
 from gossipgrad.errors import GossipError
@@ -90,7 +89,6 @@ class SudaSession(Session):
     """
 
     door = "suda"
-    can_resize = False
     settings: SudaSettings  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
@@ -158,13 +156,6 @@ class SudaSession(Session):
         super().average_()
         self._begin_backbone()
 
-    def apply_(self, surgery: Surgery) -> None:
-        """Raise `GossipError`: not supported by this family."""
-        raise GossipError(
-            "suda() keeps trackers and duals of the shapes that it began with: close the session, "
-            "apply the surgery on every rank, and begin another"
-        )
-
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
         """See `Session.state_dict`; mixes weights in flight first."""
         if self._rounds is not None and not self._is_closed and not self._run.is_mid_step:
@@ -207,7 +198,7 @@ class SudaSession(Session):
         return flows
 
     def _begin(self) -> None:
-        """Restart from equal weights, with zero trackers and duals."""
+        """Restart from the current weights, with zero trackers and duals."""
         super()._begin()
         for tensors in (self._sources, self._trackers):
             for tensor in tensors.values():

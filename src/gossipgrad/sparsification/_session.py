@@ -1,12 +1,12 @@
 """The session of `sparsify`: averages gradients by sparse messages."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +21,7 @@ from gossipgrad.comm import (
     replica_state,
     trained_parameters,
 )
-from gossipgrad.engine import Flow, Replica, Session, Surgery
+from gossipgrad.engine import Flow, Replica, Session
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation, Counters
@@ -125,30 +125,6 @@ class SparseSession(Session):
                     "and start another with the ranks that live"
                 )
             raise
-
-    def apply_(self, surgery: Surgery) -> None:
-        """Remove rows or columns of parameters in place, on all ranks; a collective.
-
-        As `Session.apply_`; residuals and velocities change like gradients, and a measured plan is
-        measured again. Call it between two steps.
-        """
-        version, carried = self.replica.version, {}
-        if self._aggregation is not None:
-            carried = self._aggregation.carried_over()
-        super().apply_(surgery)
-        if self.replica.version == version:
-            return
-        self._begin()
-        if self._aggregation is not None and self._planner is not None:
-            moved = {
-                name: CarriedOver(
-                    None if residual is None else surgery.of_gradient(name, residual),
-                    None if velocity is None else surgery.of_gradient(name, velocity),
-                    rounds_without,
-                )
-                for name, (residual, velocity, rounds_without) in carried.items()
-            }
-            self._aggregation.regroup(self._planner.first_merges, carried=moved)
 
     def replan(self) -> None:
         """Measure backward, selection and network again, and compute a new plan; a collective.
@@ -303,6 +279,26 @@ class SparseSession(Session):
         of_rounds = () if aggregation is None else (aggregation.queue, aggregation.passes.handles)
         self._finalizer = weakref.finalize(self, _leave, group, *of_rounds)
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _rebuilt(self, gradient_map: Callable[[str, Tensor], Tensor] | None) -> None:
+        """Begin again with what is carried over of parameters that are still trained."""
+        before = {} if self._aggregation is None else self._aggregation.carried_over()
+        super()._rebuilt(gradient_map)
+        if self._aggregation is None or self._planner is None:
+            return
+        shapes = {name: parameter.shape for name, parameter in self._trained().items()}
+
+        def follow(name: str, tensor: Tensor | None) -> Tensor | None:
+            if tensor is not None and gradient_map is not None:
+                tensor = gradient_map(name, tensor)
+            return tensor if tensor is not None and tensor.shape == shapes[name] else None
+
+        carried = {
+            name: CarriedOver(follow(name, residual), follow(name, velocity), rounds_without)
+            for name, (residual, velocity, rounds_without) in before.items()
+            if name in shapes
+        }
+        self._aggregation.regroup(self._planner.first_merges, carried=carried)
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._watch is None:  # one rank: nothing is exchanged

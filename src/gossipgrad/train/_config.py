@@ -211,21 +211,10 @@ class TrainConfig:
             )
 
     def _check_apoptosis(self, budget: float) -> None:
-        if not self.traits.can_shrink:
-            raise ValueError(
-                f"apoptosis is {budget}, but the replicas of strategy {self.strategy} cannot "
-                "shrink: use another strategy."
-            )
         if self.optimizer in SECOND_ORDER:
             raise ValueError(
                 f"apoptosis is {budget}, and the state of optimizer {self.optimizer} cannot "
                 "shrink: use sgd, adamw or muon."
-            )
-        if self.resume is not None or self.checkpoint_every is not None:
-            raise ValueError(
-                f"apoptosis is {budget}, and a run that shrinks has no checkpoints: leave "
-                "--checkpoint-every and --resume out, or use gg.shrink and gg.rebuild in your own "
-                "loop."
             )
 
     @property

@@ -186,7 +186,9 @@ class Loop:
         metrics["position"] = self.position.at(self.metrics.steps)
         metrics["best"] = self.best and self.best.found
         batch = self.position.batch(epoch, self._batch)
-        return LoopState(epoch=epoch, batch=batch, metrics=metrics)
+        session = self._one.shrinking
+        shrinking = None if session is None else session.state_dict()
+        return LoopState(epoch=epoch, batch=batch, metrics=metrics, shrinking=shrinking)
 
     def _save_last(self, loop_state: LoopState, evaluation: Evaluation) -> None:
         if self.strategy.has_left:

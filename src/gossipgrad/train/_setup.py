@@ -24,7 +24,14 @@ from ._metrics import Event
 from ._optimizers import make_optimizers, make_schedulers, set_step
 from ._shrinking import shrink
 from ._spans import StepSpans
-from ._state import Checkpoints, LoopState, begin_from_consensus, begin_resumed, seed_rank
+from ._state import (
+    Checkpoints,
+    LoopState,
+    begin_from_consensus,
+    begin_resumed,
+    narrow_as_saved,
+    seed_rank,
+)
 from .strategies import Joiner, Replica, RunningStrategy
 
 
@@ -123,6 +130,7 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.model = job.model.to(self.device)
+        narrow_as_saved(config, run_dir, self.model, rank=rank)
         self.optimizers = make_optimizers(config, self.model, job)
         epoch_batches = job.epoch_batches(config.step_samples, world_size)
         self.total_steps = config.total_steps(epoch_batches)
@@ -203,6 +211,8 @@ class Rank:
             total_steps=self.total_steps,
             device=self.device,
         )
+        if self.shrinking is not None and state is not None and state.shrinking is not None:
+            self.shrinking.load_state_dict(state.shrinking)
 
     def _begin(self, restart: tuple[LoopState, str] | None) -> LoopState | None:
         """Bring all to the start, to a checkpoint, or to the run that a joiner enters."""

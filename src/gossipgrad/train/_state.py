@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gossipgrad import checkpoint
 from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
+from gossipgrad.engine import narrow
 from gossipgrad.errors import EvictedError, GossipError
 
 from ._config import TrainConfig
@@ -178,16 +179,26 @@ class LoopState:
     epoch: int
     batch: int
     metrics: Mapping[str, Any]
+    shrinking: Mapping[str, Any] | None = None  # of the session that narrows the model
 
     @classmethod
     def made_by_others(
-        cls, *, epoch: int, steps: int, batch: int = 0, offset: int | None = None, **known: Any
+        cls,
+        *,
+        epoch: int,
+        steps: int,
+        batch: int = 0,
+        offset: int | None = None,
+        shrinking: Mapping[str, Any] | None = None,
+        **known: Any,
     ) -> "LoopState":
         """Where a rank continues after steps of others: what a step costs is counted from here."""
         metrics = {"epochs": epoch, "steps": steps, "counted_from": steps, "offset": offset}
         zeros = dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0)
         zeros |= dict.fromkeys(("samples", "epoch_samples"), 0)
-        return cls(epoch=epoch, batch=batch, metrics=metrics | zeros | known)
+        if shrinking is not None:
+            shrinking = {**shrinking, "steps": steps}
+        return cls(epoch=epoch, batch=batch, metrics=metrics | zeros | known, shrinking=shrinking)
 
 
 class Checkpoints:
@@ -362,6 +373,17 @@ class Checkpoints:
         return self._saver.save(state, step=label, members=members, wait_seconds=wait_seconds)
 
 
+def narrow_as_saved(config: TrainConfig, run_dir: RunDir, model: nn.Module, *, rank: int) -> None:
+    """Narrow the model to the widths of the checkpoint that is resumed; local."""
+    if config.resume is None or config.apoptosis is None:
+        return
+    directory, step = run_dir.checkpoints, config.resume_step
+    members = checkpoint.find(directory, step=step, run=config.run_name).members
+    whose = rank if rank in members else members[0]
+    state = checkpoint.load(directory, rank=whose, step=step, mmap=True)
+    narrow(model, {name: tensor.shape for name, tensor in state["model"].items()})
+
+
 def is_behind(config: TrainConfig, epoch: int) -> str | None:
     """Why a checkpoint in an epoch, counted from 0, is beyond the end of the run, if it is."""
     if epoch <= config.epochs:
@@ -431,6 +453,7 @@ def begin_from_consensus(
         batch=batch,
         steps=epoch * epoch_batches + batch,
         offset=loops[rank]["metrics"]["offset"] if rank in loops else None,
+        shrinking=furthest["shrinking"],
         **{name: metrics[name] for name in ("best", "seconds")},
     )
     return state, note

@@ -111,7 +111,6 @@ class Strategy(ABC):
     communicates = True  # if not, each rank has a model of its own
     needs_every_rank = True  # whether the run is over when a rank dies
     can_grow = False  # whether ranks can join a run; its `RunningStrategy` then has a session
-    can_shrink = True  # whether the replicas of its `RunningStrategy` can shrink together
 
     def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)
         """Raise `ValueError` for options that do not fit each other, or the run."""

@@ -68,7 +68,6 @@ class SudaStrategy(Strategy):
     bytes_are = "counted; what the last step sent ahead for a step that did not come is in it"
     section = "suda"
     options_type = SudaConfig
-    can_shrink = False
     may_change_on_resume = frozenset({"patience_seconds"})
     needs_every_rank = False
 

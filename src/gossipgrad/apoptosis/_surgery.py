@@ -1,6 +1,5 @@
 """Surgery: parameters that lose rows or columns in place, with their optimizer state."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import is_sharded
-from gossipgrad.engine._tensors import NON_NEGATIVE
+from gossipgrad.engine import NON_NEGATIVE
 
 __all__ = ["Resize", "Shift", "Surgery", "check_resizable", "check_surgery", "operate"]
 
@@ -102,29 +101,6 @@ class Surgery:
     def of_gradient(self, name: str, tensor: Tensor) -> Tensor:
         """Apply it to a tensor that is linear in the gradients of that parameter."""
         return _state(tensor, self.resizes.get(name, ()), non_negative=False)
-
-    def digest(self) -> str:
-        """Return a digest that is equal iff two surgeries are, bit for bit."""
-        found = hashlib.sha256()
-
-        def take(*parts: object) -> None:
-            for part in parts:
-                if isinstance(part, Tensor):
-                    take(tuple(part.shape), str(part.dtype))
-                    flat = (
-                        part.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-                    )
-                    part = flat.view(torch.uint8).numpy().tobytes()
-                found.update(part if isinstance(part, bytes) else f"{part};".encode())
-
-        for name, resizes in sorted(self.resizes.items()):
-            for r in resizes:
-                take(name, r.dim, r.kept, r.weight_fold, r.gradient_fold, r.block)
-        for name, shifts in sorted(self.shifts.items()):
-            for shift in shifts:
-                take(name, shift.source, shift.coefficients)
-        take(sorted((path, sorted(values.items())) for path, values in self.attributes.items()))
-        return found.hexdigest()
 
 
 def check_resizable(optimizers: Sequence[Optimizer]) -> None:
