@@ -40,6 +40,7 @@ from benchmarks._tasks import (
     whole,
 )
 from gossipgrad.compression import top_k
+from gossipgrad.sparsification._reference import owners
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # of the warm-up
 DEFAULT_DENSITY = inspect.signature(gg.sparsify).parameters["density"].default
@@ -73,6 +74,7 @@ class Method:
     density: float | None = None  # None: dense
     warm_up: bool = False
     correction: bool = False
+    clips_locally: bool = False
     is_default: bool = False
 
     @property
@@ -84,6 +86,7 @@ class Method:
             return "dense"
         parts = [f"density {self.density:g}"]
         parts += ["warm-up"] * self.warm_up + ["momentum correction"] * self.correction
+        parts += ["local clipping"] * self.clips_locally
         return ", ".join(parts)
 
     def at(self, step: int, warm_up_steps: int) -> float:
@@ -103,6 +106,7 @@ METHODS = (
     Method(0.01, is_default=True),
     *(Method(density, warm_up=True) for density in (0.01, 0.001)),
     *(Method(density, warm_up=True, correction=True) for density in (0.01, 0.001)),
+    Method(0.01, warm_up=True, clips_locally=True),
 )
 
 
@@ -123,26 +127,37 @@ class SparsifiedRanks:
         density: Any,
         momentum: float | None = None,
         clip: float | None = None,
+        local_clip: float | None = None,
     ) -> None:
         self.steps = 0
         self._world_size, self._model, self._optimizer = world_size, model, optimizer
         self._density, self._momentum, self._clip = density, momentum, clip
+        self._local_clip = local_clip
         self._parameters = list(reversed([p for p in model.parameters() if p.requires_grad]))
         self._sizes = [p.numel() for p in self._parameters]
         self._residuals, self._velocities = torch.zeros(2, world_size, sum(self._sizes))
+        self._owners: Tensor | None = None  # with more than 8 ranks, of the coordinates
+        if world_size > 8:
+            self._owners = owners(sum(self._sizes), world_size)
 
     def step(self, batches: Sequence[Part]) -> float:
         """One step on a batch a rank; the mean loss."""
         total, losses = torch.zeros(sum(self._sizes)), []
+        self._sent: list[tuple[Tensor, Tensor]] = []
         for rank, (x, y) in enumerate(batches):
             self._optimizer.zero_grad()
             value = loss(self._model(x), y)
             value.backward()
+            if self._local_clip is not None:
+                limit = self._local_clip * math.sqrt(self._world_size)
+                torch.nn.utils.clip_grad_norm_(self._parameters, limit)
             losses.append(float(value.detach()))
             gradients = (
                 torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters
             )
             self._add(rank, torch.cat([gradient.flatten() for gradient in gradients]), total)
+        if self._owners is not None and self._sent:
+            self._select_sums(total)
         total.div_(self._world_size)
         for parameter, mean in zip(self._parameters, total.split(self._sizes), strict=True):
             parameter.grad = mean.view_as(parameter)
@@ -154,15 +169,36 @@ class SparsifiedRanks:
 
     def _add(self, rank: int, gradient: Tensor, total: Tensor) -> None:
         """Adds what a rank sends to the sum, and keeps the rest."""
-        if self._density is None:
-            total += gradient
+        density = 1.0 if self._density is None else self._density(self.steps)
+        if density >= 1:
+            total += gradient + self._residuals[rank]
+            self._residuals[rank] = 0
             return
         if self._momentum is not None:
             gradient = self._velocities[rank].mul_(self._momentum).add_(gradient)
         wanted = self._residuals[rank].add_(gradient)
-        chosen = top_k(wanted, max(int(self._density(self.steps) * len(wanted)), 1))
+        chosen = top_k(wanted, max(int(density * len(wanted)), 1))
+        if self._owners is not None:
+            average = len(chosen) / self._world_size
+            room, of = math.ceil(average + 3 * math.sqrt(average)), self._owners[chosen]
+            chosen = torch.cat([chosen[of == owner][:room] for owner in range(self._world_size)])
+            self._sent.append((chosen, wanted[chosen]))
         total[chosen] += wanted[chosen]
         wanted[chosen] = self._velocities[rank, chosen] = 0
+
+    def _select_sums(self, total: Tensor) -> None:
+        """Keeps the largest sums of each owner; the others go back to residuals."""
+        assert self._density is not None
+        count = max(1, int(self._density(self.steps) * len(total)) // self._world_size)
+        kept = torch.zeros_like(total)
+        for owner in range(self._world_size):
+            mine = (self._owners == owner).nonzero().flatten()
+            largest = mine[top_k(total[mine], count)]
+            kept[largest] = total[largest]
+        total.copy_(kept)
+        for rank, (chosen, values) in enumerate(self._sent):
+            left_out = kept[chosen] == 0
+            self._residuals[rank, chosen[left_out]] = values[left_out]
 
 
 def run(
@@ -184,7 +220,8 @@ def run(
         world_size,
         density=None if method.density is None else partial(method.at, warm_up_steps=warm_up_steps),
         momentum=0.9 if method.correction else None,
-        clip=setting.clip,
+        clip=None if method.clips_locally else setting.clip,
+        local_clip=setting.clip if method.clips_locally else None,
     )
     figures: dict[str, list[float]] = {"accuracy": [], "test_loss": [], "loss": []}
     for epoch in range(setting.epochs):
@@ -228,6 +265,8 @@ def main() -> None:
         wanted = [method for method in METHODS if names[method].startswith(options.only)]
         for method in (METHODS[0], *(m for m in wanted if m != METHODS[0])) if wanted else ():
             if method.correction and setting.optimizer != "sgd":
+                continue
+            if method.clips_locally and setting.clip is None:
                 continue
             found = []
             for seed in range(options.seeds):

@@ -32,6 +32,7 @@ from ._network import Network
 
 ALL = tuple(name for name in KINDS if name not in SPARSE)
 _SYNC = (EXCHANGE, REDUCE, ALONE, "gossip", "gossip, sync", "ddp")
+_DENSE = ("ddp", "ddp, fp16 hook", "ddp, PowerSGD")
 _WIRE = tuple(name for name in ALL if name not in ("agd", "local SGD, period 8"))
 # A worker holds under 8 MB, so that 16 on 2 cores have the processors for it, and steps take 0.9 s,
 # of which the replay's own cost is 1 %. Bare exchanges then take from a thirtieth of the compute to
@@ -100,7 +101,7 @@ GRIDS = {
     ),
     "sparse": Grid(
         tuple(  # the proportions of full size at 1 Gbit/s
-            Setting(*b, 16, 1e9 * b[2] / b[1], (ALONE, "ddp", "ddp, fp16 hook", *SPARSE), 0.001)
+            Setting(*b, 16, 1e9 * b[2] / b[1], (ALONE, *_DENSE, *SPARSE), 0.001)
             for b in _SPARSE_BUDGETS
         ),
         *(3, 0.5),

@@ -9,7 +9,7 @@ import torch
 from gossipgrad.planning import AffineCost, Method, omgs_greedy
 from gossipgrad.sparsification import Warmup
 from gossipgrad.sparsification._reference import merge
-from support.replicas import adam, assert_same_bits
+from support.replicas import adam, assert_same_bits, set_gradients
 from support.sparse import backward_of, train, train_reference
 
 SINGLE, LAYERWISE = [4], [1, 1, 1, 1]
@@ -58,11 +58,25 @@ def test_settings(settings):
     assert_same_bits([held for held, _ in ours], weights(theirs))
 
 
+@pytest.mark.parametrize("more", [{}, {"value_dtype": torch.bfloat16}, {"momentum": 0.9}])
+def test_split_and_reduce(more):
+    """With more than 8 ranks: each adds up a part of the coordinates, and selects of the sums."""
+    ours = {name.replace("momentum", "momentum_correction"): value for name, value in more.items()}
+    of = {"density": 0.3, "width": 101, "optimizer": plain, "backward": set_gradients}
+    held = train(9, 5, plan="single", methods=("sparse",), look=residuals, **of, **ours)
+    theirs = train_reference(9, 5, SINGLE, split=True, **of, **more)
+    assert_same_bits([weights for weights, _ in held], weights(theirs))
+    for rank, (_, unsent) in enumerate(held):
+        for name, e in zip(unsent, theirs.e[rank], strict=True):
+            assert torch.equal(unsent[name], e), name
+
+
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
 def test_all_is_sent_by_an_all_reduce_and_then_a_part():
     """Sums of two ranks have one order; momentum goes on through the change."""
-
-    def plain(parameters):
-        return torch.optim.SGD(parameters, lr=0.05)
 
     both = {"density": Warmup(densities=(1.0,), steps=3, then=0.1), "optimizer": plain}
     ours = train(2, 6, plan=100, momentum_correction=0.9, look=lambda s: s.stats(), **both)
@@ -74,13 +88,20 @@ def test_all_is_sent_by_an_all_reduce_and_then_a_part():
 
 
 def test_momentum_correction():
-    def plain(parameters):
-        return torch.optim.SGD(parameters, lr=0.05)
-
     both = {"density": 0.1, "optimizer": plain}
     ours = train(2, 8, plan=100, momentum_correction=0.9, **both)
     theirs = train_reference(2, 8, [2, 2], momentum=0.9, **both)
     assert_same_bits([held for held, _ in ours], weights(theirs))
+
+
+@pytest.mark.parametrize("plan", ["single", "layerwise"])
+def test_each_rank_clips_before_it_adds_to_its_residual(plan):
+    both = {"density": 0.1, "optimizer": plain}
+    ours = train(3, 6, plan=plan, clip_norm=0.2, **both)
+    theirs = train_reference(3, 6, SINGLE if plan == "single" else LAYERWISE, clip=0.2, **both)
+    assert_same_bits([held for held, _ in ours], weights(theirs))
+    unclipped = train(3, 6, plan=plan, **both)
+    assert not torch.equal(unclipped[0][0][0], ours[0][0][0])
 
 
 def test_what_is_not_finite_reaches_all_and_leaves_no_trace_in_residuals():

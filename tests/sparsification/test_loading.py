@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gossipgrad.sparsification import deal_states
 from support.replicas import network
 from support.sparse import assume_costs, on_ranks, same_weights, start, states_after
 
@@ -29,8 +28,6 @@ def refuses(states, match, prepare=lambda me: None, **settings):
 def test_states_of_different_steps_do_not_belong_together():
     states = [states_after(3 + 2 * rank)[rank] for rank in range(2)]
     refuses(states, "3 and 5 rounds")
-    with pytest.raises(ValueError, match="3 and 5 rounds"):
-        deal_states(states, 3)
 
 
 def test_states_of_two_runs_do_not_belong_together(monkeypatch):
@@ -38,11 +35,7 @@ def test_states_of_two_runs_do_not_belong_together(monkeypatch):
     assume_costs(monkeypatch, sparse=1e-3, dense=1.0)
     states = states_after(20, plan="optimal")
     whole = states[1]["session"]
-    assert deal_states(states, 2)
-    for name in whole["planner"]:
-        states[1]["session"] = {**whole, "planner": {**whole["planner"], name: "another"}}
-        with pytest.raises(ValueError, match="ranks 0 and 1"):
-            deal_states(states, 2)
+    states[1]["session"] = {**whole, "planner": {**whole["planner"], "refused": "another"}}
     refuses(states, "ranks 0 and 1", plan="optimal")
 
 
@@ -70,32 +63,21 @@ def test_a_state_of_tensors_of_other_shapes_changes_nothing(kind):
         me.session.load_state_dict(states[me.rank])
 
     on_ranks(use, make=another, momentum_correction=0.9)
-    states[1]["session"][kind]["2.bias"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"'2\.bias'"):
-        deal_states(states, 1)
 
 
-def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
+def test_states_of_another_number_of_ranks_bring_all_but_what_is_not_sent_yet():
     states = states_after(3, 4)
-    weights = list(states[0]["model"].values())
-    dealt = deal_states(states, 3)
 
     def second(me):
-        me.session.load_state_dict(dealt[me.rank])
+        me.session.load_state_dict(states[me.rank])
         assert me.session.stats().rounds == 3
-        assert len(me.session.stats().groups) == 1  # as asked for here
-        assert same_weights([me.weights(), weights])
-        return me.carried()
+        assert same_weights([me.weights(), list(states[0]["model"].values())])
+        assert not any(bool(each.any()) for each in me.carried().values())
+        me.train(2)
+        return me.weights()
 
-    carried = on_ranks(second, "single", world_size=3, make=another)
-    names = states[0]["session"]["residuals"]
-    assert names
-    for name in names:
-        old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)
-        new = torch.stack([each[name] for each in carried]).mean(0)
-        torch.testing.assert_close(new, old)
-    with pytest.raises(ValueError, match="states of the ranks"):
-        deal_states([states[1], states[0]], 3)
+    with pytest.warns(UserWarning, match="4 ranks"):
+        assert same_weights(on_ranks(second, "single", world_size=3, make=another))
 
 
 def test_states_that_do_not_fit_are_refused_on_all_ranks():
@@ -124,32 +106,19 @@ def test_a_state_of_other_trained_parameters_changes_nothing():
     refuses(states_after(3), r"'0\.bias'", make=half_frozen)
 
 
-@pytest.mark.parametrize("freezing", [{1}, {0, 1}])
-def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(freezing):
-    """Also one of what is trained now; where one rank alone has frozen something, on all."""
-    states = states_after(3)
-    if len(freezing) == 2:
-        for state in states:
-            state["session"]["plan"]["names"].remove("0.bias")
-    refuses(
-        states, r"'0\.bias'", lambda me: me.model[0].bias.requires_grad_(me.rank not in freezing)
-    )
-
-
-def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
-    (state,) = deal_states(states_after(3), 1)
+def test_one_rank_counts_on_and_so_do_several_after_it():
     model, optimizer, session = start(None)
     with session:
-        with pytest.warns(UserWarning, match="residuals"):
-            session.load_state_dict(state)
+        with pytest.warns(UserWarning, match="2 ranks"):
+            session.load_state_dict(states_after(3)[0])
         model(torch.ones(2, 6)).sum().backward()
         own = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         assert same_weights([own, [p.grad for p in model.parameters()]])
-        states = deal_states([session.state_dict()], 2)
+        state = session.state_dict()
 
     def several(me):
-        me.session.load_state_dict(states[me.rank])
+        me.session.load_state_dict(state)
         return me.session.stats().rounds
 
     assert on_ranks(several) == [4, 4]

@@ -132,23 +132,32 @@ def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypat
         assert compared.keys() == {"plan", "dense"}
 
 
-def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):
+def test_each_density_of_a_warm_up_is_sent_as_what_is_faster_there(monkeypatch):
+    """Here half of the elements take longer than all by an all-reduce, and a tenth less long."""
+    assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
+    clocks = Counter()
+    monkeypatch.setattr(_planner, "perf_counter", lambda: clocks[threading.current_thread().name])
+    warmup = gg.sparsification.Warmup(densities=(1.0, 0.5), steps=40, then=0.1)
+
     def use(me):
-        me.train_until_decided()
-        plans = [me.session.plan]
-        me.session.replan()
-        assert me.session.plan is None
-        me.train_until_decided()
-        return [*plans, me.session.plan]
+        def pass_(method, size_bytes):
+            is_dense = method == "dense"  # what is sent besides gradients takes no time
+            seconds = 3e-4 * (size_bytes - 256) if is_dense else 1e-3 * (size_bytes - 24)
+            clocks[f"rank {me.rank}"] += seconds
 
-    def unmeasured(me):
-        with pytest.raises(ValueError, match="measures nothing"):
-            me.session.replan()
+        slow_down(me.group, pass_)
+        methods, refused = [], []
+        for _ in range(3):
+            me.train(40)
+            stats = me.session.stats()
+            methods.append({group.method for group in stats.groups})
+            refused.append(stats.refused)
+        assert refused == [None] * 3
+        assert stats.compared_seconds["plan"] < stats.compared_seconds["dense"]
+        return methods
 
-    assume_costs(monkeypatch, sparse=1e-3)
-    for plans in on_ranks(use, "optimal", methods=("sparse",)):
-        assert None not in plans
-    on_ranks(unmeasured, "single")
+    for methods in on_ranks(use, "optimal", density=warmup):
+        assert methods == [{"dense"}, {"dense"}, {"sparse"}]
 
 
 def test_a_plan_can_be_given():

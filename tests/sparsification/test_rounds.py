@@ -1,4 +1,4 @@
-"""Rounds: what meets, what is carried over, and that nothing is lost on the way."""
+"""Rounds: what is averaged, what is not sent yet, and that nothing is lost on the way."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def mean(values):
 
 
 def rest_of(me):
-    """What is carried over of each parameter."""
+    """What is not sent yet of each parameter."""
     carried = me.carried()
     return [carried.get(name, torch.zeros_like(p)) for name, p in me.model.named_parameters()]
 
@@ -51,7 +51,7 @@ def rest_of(me):
     value_dtype=st.sampled_from([None, torch.bfloat16]),
 )
 def test_nothing_is_lost_whatever_is_planned_anew(world_size, plans, cuts, **more):
-    """Applied means, plus the mean of what is carried over, are the sum of the mean gradients."""
+    """Applied means, plus the mean of residuals, are the sum of the mean gradients."""
 
     def merges(methods):
         edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 4]
@@ -83,6 +83,51 @@ def test_nothing_is_lost_whatever_is_planned_anew(world_size, plans, cuts, **mor
     for a, r, d in zip(applied, rest, due, strict=True):
         torch.testing.assert_close(a + r, d, rtol=1e-9, atol=1e-9)
     assert same_weights([sums for _, sums, _ in told])
+
+
+@pytest.mark.parametrize("value_dtype", [None, torch.bfloat16])
+def test_nothing_is_lost_where_each_rank_adds_up_a_part(value_dtype):
+    """With more than 8 ranks; bytes are then those of twice a selection, whatever the ranks."""
+    sent = {}
+    for world_size in (9, 11):
+
+        def use(me):
+            own = [torch.zeros_like(p) for p in me.model.parameters()]
+            for step in range(4):
+                with me.session.no_sync():
+                    me.backward(step)
+                for total, p in zip(own, me.model.parameters(), strict=True):
+                    total.add_(p.grad)
+                me.optimizer.step()
+            return own, me.optimizer.sums, rest_of(me), me.session.stats().bytes_sent
+
+        told = on_ranks(
+            use,
+            "single",
+            world_size=world_size,
+            make=lambda: network(dtype=torch.float64, width=300),
+            optimizer=Bare,
+            density=0.1,
+            value_dtype=value_dtype,
+        )
+        rest, due = mean([r for _, _, r, _ in told]), mean([o for o, *_ in told])
+        for a, r, d in zip(told[0][1], rest, due, strict=True):
+            torch.testing.assert_close(a + r, d, rtol=1e-9, atol=1e-9)
+        assert same_weights([sums for _, sums, *_ in told])
+        sent[world_size] = told[0][3]
+    assert sent[11] < 1.1 * sent[9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_sent_whole_are_sent_in_the_type_of_the_model(dtype):
+    def use(me):
+        me.train(2)
+        stats = me.session.stats()
+        assert stats.bytes_sent == stats.all_reduce_bytes == 2 * 83 * dtype.itemsize
+        return me.weights()
+
+    model = lambda: network(dtype=dtype)  # noqa: E731
+    assert same_weights(on_ranks(use, "single", make=model, methods=("dense",)))
 
 
 class Branches(nn.Module):
@@ -140,7 +185,7 @@ def two(parameters, lr):
 
 
 def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
-    """Else what met would be applied and, as the round is taken back, carried over as well."""
+    """Else what met would be applied and, as the round is taken back, be in residuals as well."""
     x = torch.ones(4, 6)
 
     def use(me):

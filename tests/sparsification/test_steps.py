@@ -220,28 +220,6 @@ def by_hand(me):
         p.grad = torch.full_like(p, float(me.rank))
 
 
-class Deaf(torch.optim.Optimizer):
-    """Takes a closure, as the signature demands, and does not call it."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {})
-
-    def step(self, closure=None):
-        pass
-
-
-def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
-    def use(me):
-        me.backward()
-        me.optimizer.step(lambda: None)
-        inside_no_sync(me)
-        for _ in range(2):
-            with pytest.raises(gg.GossipError):
-                me.optimizer.step(lambda: None)
-
-    on_ranks(use, optimizer=Deaf, together=False, **WHOLE)
-
-
 def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone_by():
     def use(me):
         me.scaled_backward(torch.full((4, 6), float("inf")))

@@ -29,9 +29,9 @@ def adam(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(seed: int = 0, dtype: torch.dtype = torch.float32, *, width: int = 8) -> nn.Sequential:
     """The same network in every thread: no global random numbers."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

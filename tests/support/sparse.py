@@ -185,6 +185,7 @@ def train(
     *,
     optimizer: Callable = sgd,
     dtype: torch.dtype = torch.float32,
+    width: int = 8,
     backward: Callable[[nn.Module, int, int], None] = backward_of,
     look: Callable[[gg.SparseSession], object] = lambda session: None,
     **settings,
@@ -192,7 +193,7 @@ def train(
     """What the ranks hold after training, and what `look(session)` saw at the end."""
 
     def rank_main(rank: int, group: Group):
-        model = network(seed=rank, dtype=dtype)
+        model = network(seed=rank, dtype=dtype, width=width)
         o = optimizer(list(model.parameters()))
         with gg.sparsify(model, o, process_group=group, **settings) as session:
             for step in range(steps):
@@ -212,10 +213,11 @@ def train_reference(
     *,
     optimizer: Callable = sgd,
     dtype: torch.dtype = torch.float32,
+    width: int = 8,
     backward: Callable[[nn.Module, int, int], None] = backward_of,
     **settings,
 ) -> Reference:
-    models = [network(dtype=dtype) for _ in range(world_size)]
+    models = [network(dtype=dtype, width=width) for _ in range(world_size)]
     optimizers = [optimizer(list(model.parameters())) for model in models]
     reference = Reference(models, optimizers, groups, **settings)
     for step in range(steps):

@@ -1,8 +1,8 @@
-"""Exact selection of the largest magnitudes of a tensor, by three methods.
+"""Exact selection of the largest magnitudes of a tensor.
 
-Magnitudes are compared as integers, which is exact: the bits of a float without its sign. In this
-order both zeros are 0, then come denormals, finite values, inf, and NaN above all. It needs no
-arithmetic of floats, and does not depend on whether denormals are flushed.
+On the CPU magnitudes are compared as integers, which is exact: the bits of a float without its
+sign. In this order both zeros are 0, then come denormals, finite values, inf, and NaN above all. It
+needs no arithmetic of floats, and does not depend on whether denormals are flushed.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["check_count", "check_density", "is_whole", "top_k"]
 
-_METHODS = ("auto", "partition", "threshold", "blocks")
+_METHODS = ("auto", "partition", "threshold")
 _INTEGERS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
@@ -29,9 +29,6 @@ _CHUNK_BYTES = 1 << 20
 _PARTITION_ABOVE_DENSITY = 0.25
 """Up to one piece, and above this density, partial sorting was faster or took less memory."""
 _SAMPLE = 1 << 16
-_BLOCKS = (64, 16)
-_BLOCK_PIECE = 1 << 22
-"""Elements whose magnitudes `_by_blocks` makes at once, a multiple of every block."""
 
 
 def top_k(
@@ -39,12 +36,12 @@ def top_k(
 ) -> Int[Tensor, " count"]:
     """The indices of the `count` largest magnitudes, exactly, in ascending order.
 
-    Equal input gives equal output, whatever the method, device and number of threads: among equal
-    magnitudes the lowest indices are taken.
+    On the CPU equal input gives equal output, whatever the method: among equal magnitudes the
+    lowest indices are taken. On other devices it is `torch.topk`, which may take others.
 
-    NaN counts as larger than inf, and inf as larger than all finite values (NaNs among each other
-    by their bits). So values that are not finite are selected first, and the receiver sees them; a
-    threshold in floats would be NaN, and select nothing.
+    NaN counts as larger than inf, and inf as larger than all finite values. So values that are not
+    finite are selected first, and the receiver sees them; a threshold in floats would be NaN, and
+    select nothing.
 
     To select from a gradient plus the residual of error feedback, add in place first:
     `top_k(residual.add_(gradient), count)`.
@@ -53,7 +50,6 @@ def top_k(
     |---|---|---|
     | `"partition"` | all magnitudes, partially sorted; CPU | two copies of the values |
     | `"threshold"` | what is above a threshold that a sample proposes; CPU | see below |
-    | `"blocks"` | blocks with the largest maxima; any device | half the values, up to six times |
 
     With `"threshold"` the number of those above it proves that none is missing; a threshold that
     turns out too high costs a second pass. Its scratch is 1.5 MiB a thread, kept for the next call,
@@ -66,18 +62,14 @@ def top_k(
     Args:
         values: One-dimensional and contiguous, of float16, bfloat16, float32 or float64.
         count: How many, a whole number, 1 to `n`.
-        method: The default is what was fastest on CPUs for the size and the density.
+        method: Of CPUs; the default is what was fastest for the size and the density.
 
     Returns:
         int64, on the device of `values`.
 
     Raises:
         ValueError: `values` is of another type, or not flat and contiguous, `count` is not whole or
-            out of range, or there is no such method, or not on this device.
-
-    References:
-        The blocks are the delegates of Gaihre et al., "Dr. Top-k: delegate-centric Top-k on GPUs",
-        SC 2021.
+            out of range, or there is no such method.
 
     Example:
         >>> top_k(torch.tensor([0.5, -3.0, 1.0, 2.0, -1.0]), 3)
@@ -99,15 +91,10 @@ def top_k(
             f"values are of type {values.dtype}: magnitudes are compared of "
             f"{', '.join(map(str, _INTEGERS))}; convert them first"
         )
+    if values.device.type != "cpu":
+        largest = torch.topk(values.detach().abs(), count, sorted=False)
+        return largest.indices.sort().values
     bits = values.detach().view(_INTEGERS[values.dtype])
-    on_cpu = values.device.type == "cpu"
-    if not on_cpu and method in ("partition", "threshold"):
-        raise ValueError(
-            f"method {method!r} is for values on the CPU, these are on {values.device}: "
-            "use 'blocks' or 'auto'"
-        )
-    if not on_cpu or method == "blocks":
-        return _by_blocks(bits, count)
     if method == "auto":
         is_small = numel * values.element_size() <= _CHUNK_BYTES
         is_dense = count > _PARTITION_ABOVE_DENSITY * numel
@@ -220,48 +207,6 @@ def _collect(
         np.take(of_piece, found, out=magnitudes[size:end], mode="clip")
         size = end
     return indices[:size], magnitudes[:size]
-
-
-def _by_blocks(bits: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
-    """Take the `count` blocks with the largest maxima, then the largest magnitudes in them.
-
-    It is exact: let t be the least of the chosen maxima. Whatever is above t lies in a block whose
-    maximum is, and all of those are chosen. If fewer than `count` are above t, the others equal t;
-    as of blocks with equal maxima the lowest are chosen, so are the lowest of these.
-
-    Shapes depend on `n` and `count` alone, so nothing is brought to the host. Scratch is the
-    maxima, the magnitudes of 4 Mi elements, and those of the chosen blocks with their indices.
-    """
-    numel = bits.numel()
-    block = next((size for size in _BLOCKS if 4 * count * size <= numel), None)
-    if block is None:
-        return _sort_largest(_magnitudes(bits), count)
-    chosen = _sort_largest(_maxima(bits, block), count)
-    inside = torch.arange(block, device=bits.device)
-    indices = (chosen.unsqueeze(1) * block + inside).flatten()  # ascending, as the blocks are
-    magnitudes = _magnitudes(bits[indices.clamp(max=numel - 1)])
-    magnitudes.masked_fill_(indices >= numel, -1)  # the last block may not be full
-    return indices[_sort_largest(magnitudes, count)]
-
-
-def _magnitudes(bits: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    return bits.bitwise_and(_magnitude_mask(bits.itemsize))
-
-
-def _maxima(bits: Int[Tensor, " n"], block: int) -> Int[Tensor, " blocks"]:
-    full = bits.numel() // block * block
-    maxima = [
-        _magnitudes(piece).view(-1, block).amax(1) for piece in bits[:full].split(_BLOCK_PIECE)
-    ]
-    if full < bits.numel():
-        maxima.append(_magnitudes(bits[full:]).amax(0, keepdim=True))
-    return torch.cat(maxima)
-
-
-def _sort_largest(magnitudes: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
-    """The indices of the `count` largest, ascending; of equal ones the lowest."""
-    order = torch.sort(magnitudes, descending=True, stable=True).indices
-    return order[:count].sort().values
 
 
 def is_whole(value: object) -> TypeGuard[int]:

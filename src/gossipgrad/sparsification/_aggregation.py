@@ -1,5 +1,6 @@
 """A round: aggregate the sparsified gradients of all ranks during backward."""
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from gossipgrad.comm import Group, Recorder
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Merge
-from gossipgrad.sparsification._density import AgreedDensity
+from gossipgrad.sparsification._density import density_at
 from gossipgrad.sparsification._gradient_hooks import GradientHooks
-from gossipgrad.sparsification._merged import CarriedOver, MergedGroup
+from gossipgrad.sparsification._merged import MergedGroup, Unsent
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
-from gossipgrad.sparsification._streams import make_clock
+from gossipgrad.sparsification._streams import Clock
 
 __all__ = ["Aggregation", "Counters", "scale_of"]
 
@@ -72,7 +73,6 @@ class Aggregation:
         self.steps = 0
         self.is_in_closure = False
         self._step = 0, 0
-        self._last_counts = False  # whether a step may still use a broken last round
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self.names = list(parameters)
@@ -83,14 +83,13 @@ class Aggregation:
         self._after_round = after_round
         self._scaler = scaler
         self._recorder = recorder
-        self._densities: tuple[float, ...] = ()
-        self._density = AgreedDensity(settings.density, group)
+        self.density = 0.0
         self._tickets: list[Ticket] = []
         self._opened_seconds = 0.0
         self._finished: deque[float] = deque(maxlen=_REMEMBERED)
         self._empty = False  # whether this rank has no gradients in this round
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
-        self._clock = make_clock(self.device)
+        self._clock = Clock(self.device)
         self.passes = GradientHooks(
             self.parameters,
             begin=self._begin,
@@ -99,6 +98,7 @@ class Aggregation:
             on_abort=partial(self._give_up, _BROKEN_OFF),
             stamp=self._clock.now,
         )
+        self.passes.waits = settings.clip_norm is not None
         try:
             self.regroup(merges)
         except BaseException:
@@ -108,6 +108,11 @@ class Aggregation:
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether its gradients are averaged here."""
         return id(parameter) in self._known
+
+    @property
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters by name, in the order of backward."""
+        return dict(zip(self.names, self.parameters, strict=True))
 
     @property
     def sizes(self) -> list[int]:
@@ -128,39 +133,28 @@ class Aggregation:
         return elements.most_common(1)[0][0]
 
     @property
-    def density(self) -> float:
-        """The requested density of the last round, averaged over all coordinates."""
-        return self.average(self._densities)
-
-    def average(self, densities: tuple[float, ...]) -> float:
-        """Average the densities of all parameters over their coordinates."""
-        asked = sum(n * rho for n, rho in zip(self.sizes, densities, strict=True))
-        return asked / sum(self.sizes)
-
-    @property
     def median_seconds(self) -> float | None:
         """Median time from the first gradient to the last group's end, of the last rounds."""
         return statistics.median(self._finished) if self._finished else None
 
     def stamps(self) -> dict[str, float]:
         """Seconds from the first gradient of the last pass to each, by name, in arrival order."""
-        places = sorted(self.passes.turns, key=self.passes.turns.__getitem__)
-        moments = [self.passes.stamps[place] for place in places]
-        seconds = self._clock.seconds(moments) if moments else []
-        return {self.names[at]: t for at, t in zip(places, seconds, strict=True)}
+        stamps = self.passes.stamps
+        seconds = self._clock.seconds(list(stamps.values())) if stamps else []
+        return {self.names[index]: t for index, t in zip(stamps, seconds, strict=True)}
 
     def regroup(
         self,
         merges: Sequence[Merge],
         *,
         names: Sequence[str] | None = None,
-        carried: Mapping[str, CarriedOver] | None = None,
+        unsent: Mapping[str, Unsent] | None = None,
     ) -> None:
         """Change the groups, and optionally the order of parameters; between rounds."""
         assert not self.passes.began
-        carried = self.carried_over() if carried is None else carried
+        unsent = self.unsent() if unsent is None else unsent
         try:
-            self._regroup(merges, self.names if names is None else list(names), carried)
+            self._regroup(merges, self.names if names is None else list(names), unsent)
         except BaseException as error:
             self.end(
                 f"gradients are not aggregated any more: making new groups failed ({error!r}). "
@@ -169,12 +163,11 @@ class Aggregation:
             raise
 
     def _regroup(
-        self, merges: Sequence[Merge], names: list[str], carried: Mapping[str, CarriedOver]
+        self, merges: Sequence[Merge], names: list[str], unsent: Mapping[str, Unsent]
     ) -> None:
-        by_name = dict(zip(self.names, self.parameters, strict=True))
-        by_name = {name: by_name[name] for name in names}
+        by_name = {name: self.by_name[name] for name in names}
         for made in self.groups:
-            made.free_buffers()  # before the next ones are allocated; carried-over state stays
+            made.free_buffers()  # before the next ones are allocated; what is not sent yet stays
         groups = []
         for merge in merges:
             of = names[merge.start : merge.stop]
@@ -186,24 +179,24 @@ class Aggregation:
                 value_dtype=self._settings.value_dtype,
                 momentum=self._settings.momentum_correction,
             )
-            made.load([carried.get(name, CarriedOver()) for name in of])
+            made.load([unsent.get(name, Unsent()) for name in of])
             groups.append(made)
         self.names, self.parameters = names, list(by_name.values())
         self.groups, self.merges = groups, tuple(merges)
         self._finished.clear()  # of other groups
         self.passes.reorder(self.parameters)
-        if self._densities:
-            self._use(self._density.at(names, self.counters.rounds))
-        self.passes.regroup([range(merge.start, merge.stop) for merge in merges])
+        if self.density:
+            self._use(self.density)
+        self.passes.regroup([merge.stop - merge.start for merge in merges])
 
-    def carried_over(self) -> dict[str, CarriedOver]:
-        """Return the carried-over state by parameter name, in the order of backward."""
-        of_groups = [each for made in self.groups for each in made.carried_over()]
+    def unsent(self) -> dict[str, Unsent]:
+        """Return what is not sent yet by parameter name, in the order of backward."""
+        of_groups = [each for made in self.groups for each in made.unsent()]
         return dict(zip(self.names, of_groups, strict=bool(self.groups)))
 
-    def check_steps(self, *, averaged: bool) -> None:
-        """Check that an optimizer may step now; `averaged`: with gradients of the last round."""
-        if self.broken is not None and not (averaged and self._last_counts):
+    def check_steps(self) -> None:
+        """Check that an optimizer may step now."""
+        if self.broken is not None:
             raise GossipError(self.broken)
         if self.passes.began:
             raise GossipError(
@@ -227,9 +220,9 @@ class Aggregation:
             if self.passes.began:
                 self._give_up("a step was broken off by an exception in its round")
 
-    def end(self, why: str, *, last_counts: bool = False) -> None:
-        """End all rounds, and steps except possibly that of the last round; local."""
-        self.broken, self._last_counts = why, last_counts
+    def end(self, why: str) -> None:
+        """End all rounds and steps; local."""
+        self.broken = why
         self._group.close()
 
     def close(self) -> None:
@@ -246,17 +239,25 @@ class Aggregation:
         self._opened_seconds = perf_counter()
         self._step = self.steps, self._checksum() if self.is_in_closure else 0
         self._rescale()
-        densities = self._density.at(self.names, self.counters.rounds)
-        if densities != self._densities:
-            self._use(densities)
+        density = density_at(self._settings.density, self.counters.rounds)
+        if density != self.density:
+            self._use(density)
 
     def _rescale(self) -> None:
-        """Convert the carried-over state to the current loss scale."""
+        """Convert what is not sent yet to the current loss scale."""
         scale = scale_of(self._scaler)
         if scale != self.counters.scale:
             for made in self.groups:
                 made.rescale(scale / self.counters.scale)
             self.counters.scale = scale
+
+    def _clip(self) -> None:
+        """Clip this rank's gradient, before it is added to the residual."""
+        # The mean of p independent gradients has a norm smaller by sqrt(p). The paper clips what a
+        # rank adds to that mean, a p-th of its gradient, to c / sqrt(p): the same.
+        if self._settings.clip_norm is not None:
+            limit = self._settings.clip_norm * math.sqrt(self._group.world_size)
+            nn.utils.clip_grad_norm_(self.parameters, limit * self.counters.scale)
 
     @torch.no_grad()
     def _checksum(self) -> int:
@@ -264,10 +265,10 @@ class Aggregation:
         bits = [p.contiguous().flatten().view(torch.int16) for p in self.parameters]
         return int(torch.stack([each.sum(dtype=torch.int64) for each in bits]).sum())
 
-    def _use(self, densities: tuple[float, ...]) -> None:
-        for merge, made in zip(self.merges, self.groups, strict=True):
-            made.use_densities(densities[merge.start : merge.stop])
-        self._densities = densities
+    def _use(self, density: float) -> None:
+        for made in self.groups:
+            made.use_density(density)
+        self.density = density
 
     def _launch(self, number: int) -> None:
         made = self.groups[number]
@@ -277,7 +278,10 @@ class Aggregation:
             made.begin_with_zeros()
         else:
             made.begin(self._grads(number))
-        self._tickets.append(self.queue.put(partial(made.exchange, self._group)))
+        ticket = Ticket(partial(made.exchange, self._group))
+        self._tickets.append(ticket)
+        if number < len(self.groups) - 1:
+            self.queue.put(ticket)
         self.counters.select_seconds += made.timing.select_seconds
         self.counters.bytes_sent += made.bytes_sent
         if self._recorder is not None:
@@ -302,16 +306,15 @@ class Aggregation:
     def _end(self) -> None:
         """Wait for all groups and write the mean into the gradients."""
         if self.broken is None:
+            self._clip()
             self.passes.launch_rest()
         start = perf_counter()
         try:
-            for ticket in self._tickets:
-                ticket.wait()
+            error = self._wait()
         except BaseException:
             self._give_up("this rank was interrupted in the middle of a round")
             raise
         end = perf_counter()
-        error = next((t.error for t in self._tickets if t.error is not None), None)
         if error is not None or self.broken is not None:
             self._give_up(
                 f"{error}. If no rank has died, one has made fewer rounds than others (this one "
@@ -335,19 +338,27 @@ class Aggregation:
         width = sum(p.nbytes for p in self.parameters)
         self.counters.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
         if self.broken is not None:  # closed while the mean was written
-            self._last_counts = True
             return
         try:
             self._after_round(self)
         except BaseException as error:
-            why = (
-                "gradients are not aggregated any more: an exception came between two rounds "
-                f"({error!r}). Those of the last are averaged, are in .grad, and count: take their "
-                "step, then save session.state_dict(), close the session, and start another"
+            self.end(
+                f"gradients are not aggregated any more: making a plan failed ({error!r}). Save "
+                "session.state_dict(), close the session, and start another"
             )
-            self.end(why, last_counts=True)
-            error.add_note(why)
             raise
+
+    def _wait(self) -> BaseException | None:
+        """Wait for all groups; return the first error."""
+        # This thread has nothing else to do: it runs the collective of the last group itself.
+        *before, last = self._tickets or [Ticket(lambda: None)]
+        for ticket in before:
+            ticket.wait()
+        error = next((t.error for t in before if t.error is not None), None)
+        error = last.run(error if self.broken is None else GossipError(self.broken))
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return error
 
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
@@ -386,7 +397,7 @@ class Aggregation:
             "session.state_dict(), close the session, and start another with the ranks that live"
         )
         deadline = perf_counter() + _BREAK_SECONDS
-        for ticket in self._tickets:
+        for ticket in self._tickets[: len(self.groups) - 1]:
             ticket.wait(max(0.0, deadline - perf_counter()))
         for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))

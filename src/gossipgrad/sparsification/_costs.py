@@ -115,7 +115,7 @@ def _make_group(
         value_dtype=settings.value_dtype,
         momentum=settings.momentum_correction,
     )
-    made.use_densities([density] * len(grads))
+    made.use_density(density)
     return made
 
 

@@ -1,30 +1,12 @@
-"""The density of sparse gradients: a number, a function of the step, or one per tensor."""
+"""The density of sparse gradients: a number, or one that falls over the first steps."""
 
-import fnmatch
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from gossipgrad._messages import warn
-from gossipgrad.comm import Group
 from gossipgrad.compression import check_density
-from gossipgrad.errors import GossipError
 
-__all__ = [
-    "DEFAULT_DENSITY",
-    "AgreedDensity",
-    "Density",
-    "Warmup",
-    "counts_of",
-    "densities_at",
-    "describe_density",
-    "final_density",
-    "resolve_density",
-    "warn_of_loss",
-]
-
-_ASKED_ROUNDS = 100  # number of rounds for which a density function is evaluated together
+__all__ = ["DEFAULT_DENSITY", "Density", "Warmup", "density_at", "final_density", "warn_of_loss"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,152 +63,26 @@ class Warmup:
 
 DEFAULT_DENSITY = Warmup(densities=(1.0, 0.25, 0.0625, 0.015625))
 
-Density = float | int | Callable[[int], float] | Mapping[str, float]
-"""A share, a function from the step to it, or shares by name of the parameter.
-
-A function is asked on rank 0, for all ranks and up to a hundred steps at once: it goes by the step
-alone.
-Names may be patterns such as `"*.bias"`; the first that fits a parameter counts. A mapping needs an
-entry `"*"` for all others, the last.
-"""
+Density = float | Warmup
+"""A share, or shares that fall in stages."""
 
 
-def resolve_density(density: object, names: Sequence[str]) -> Density:
-    """Return a valid density for these parameters."""
-    if isinstance(density, Mapping):
-        for pattern, value in density.items():
-            if not isinstance(pattern, str):
-                raise ValueError(
-                    f"density has the key {pattern!r}: keys are names of parameters, or patterns "
-                    'such as "*.bias"'
-                )
-            check_density(value, f"density of {pattern!r}")
-        if "*" not in density:
-            raise ValueError('density by names needs an entry "*" for all other parameters')
-        _check_all_count(list(density), names)
-        return dict(density)
-    if callable(density):
-        check_density(density(0), "density at step 0")
-        return density
-    check_density(density, "density")
-    return float(density)  # pyrefly: ignore[bad-argument-type]
+def density_at(density: Density, step: int) -> float:
+    """Return the share that is sent in a step."""
+    return density(step) if isinstance(density, Warmup) else density
 
 
-def _check_all_count(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise `ValueError` for a pattern, except `"*"`, that is no parameter's first fit."""
-    used = {_first_fit(patterns, name) for name in names} | {"*"}
-    for pattern in patterns:
-        if pattern not in used:
-            raise ValueError(
-                f"density of {pattern!r} never counts: the first pattern that fits a parameter "
-                f"does, which this is for none of {', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}. Put narrow patterns before wide ones"
-            )
-
-
-def _first_fit(patterns: Iterable[str], name: str) -> str:
-    return next(pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
+def final_density(density: Density) -> float:
+    """Return the share that is sent after a warm-up."""
+    return density.then if isinstance(density, Warmup) else density
 
 
 def warn_of_loss(density: Density) -> None:
     """Warn of a density at which training lost accuracy in measurements."""
-    if isinstance(density, Warmup):
-        low = density.then < DEFAULT_DENSITY.then
-    else:
-        low = isinstance(density, float) and density <= DEFAULT_DENSITY.then
-    if low:
+    least = DEFAULT_DENSITY.then
+    if density.then < least if isinstance(density, Warmup) else density <= least:
         warn(
             f"density={density} sends less than was measured to be safe: without a warm-up "
             "networks lost 1 to 8 points of accuracy at 0.01 and 4 to 25 at 0.001, and with one "
             "still 1 to 7 at 0.001. Leave density out, or give a Warmup(then=...) of 0.01 or more"
         )
-
-
-def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
-    """Return each parameter's density in a step."""
-    if isinstance(density, Mapping):
-        return tuple(density[_first_fit(density, name)] for name in names)
-    if callable(density):
-        value = density(step)
-        check_density(value, f"density at step {step}")
-        return (float(value),) * len(names)
-    return (float(density),) * len(names)
-
-
-def final_density(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
-    """Return each parameter's density after a `Warmup`; of another function in this step."""
-    if isinstance(density, Warmup):
-        return (density.then,) * len(names)
-    return densities_at(density, names, step)
-
-
-def counts_of(
-    sizes: Sequence[int], densities: Sequence[float], *, per_tensor: bool
-) -> tuple[int, ...]:
-    """Return the number of coordinates to send, of each tensor or of all together; at least 1.
-
-    Example:
-        >>> counts_of([1000, 10], [0.01, 0.01], per_tensor=True)
-        (10, 1)
-        >>> counts_of([1000, 10], [0.01, 0.01], per_tensor=False)
-        (10,)
-    """
-    if per_tensor:
-        return tuple(_count(n, rho * n) for n, rho in zip(sizes, densities, strict=True))
-    if len(set(densities)) == 1:  # a product, since a sum rounds differently
-        return (_count(sum(sizes), densities[0] * sum(sizes)),)
-    share = math.fsum(n * rho for n, rho in zip(sizes, densities, strict=True))
-    return (_count(sum(sizes), share),)
-
-
-def describe_density(density: Density) -> str:
-    """Describe a density by text, to compare ranks; a function by its first value."""
-    return f"{density(0)!r} at step 0" if _is_function(density) else repr(density)
-
-
-def _is_function(density: Density) -> TypeGuard[Callable[[int], float]]:
-    """Whether it is a function other than a `Warmup`, so that only its values can be compared."""
-    return callable(density) and not isinstance(density, Warmup)
-
-
-def _count(size: int, share: float) -> int:
-    return min(size, max(1, int(share)))
-
-
-class AgreedDensity:
-    """A density by round; rank 0 evaluates a function ahead for many rounds, for all ranks."""
-
-    # Messages of unequal sizes would crash the process instead of raising an error.
-
-    def __init__(self, density: Density, group: Group) -> None:
-        self._density = density
-        self._group = group
-        self._known: dict[int, float] = {}
-
-    def at(self, names: Sequence[str], round: int) -> tuple[float, ...]:
-        """Return each parameter's density; for a function a collective, in one round of many."""
-        if not _is_function(self._density):
-            return densities_at(self._density, names, round)
-        if round not in self._known:
-            self._ask(round)
-        return (self._known[round],) * len(names)
-
-    def _ask(self, first: int) -> None:
-        values: list[float] = []
-        failure: Exception | None = None
-        if self._group.rank == self._group.members[0]:
-            for at in range(first, first + _ASKED_ROUNDS):
-                try:
-                    values.append(densities_at(self._density, [""], at)[0])
-                except Exception as error:
-                    failure = error
-                    break
-        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        values, problem = self._group.broadcast_object((values, problem))
-        if not values:
-            raise GossipError(
-                f"the function that density is has failed, asked about round {first}: {problem}. "
-                "It has to give a density for every round from 0 on; a round is a backward pass "
-                "outside no_sync(), or a step without one"
-            ) from failure
-        self._known = dict(enumerate(values, first))

@@ -1,4 +1,4 @@
-"""Hooks on gradients that report ready gradients, complete groups and the end of backward."""
+"""Hooks on gradients that report complete groups and the end of backward."""
 
 import time
 import weakref
@@ -19,8 +19,7 @@ __all__ = ["GradientHooks"]
 class GradientHooks:
     """Calls back as the gradients of each group become complete, in the order of groups.
 
-    A group is complete when each of its parameters has its gradient. If groups are `ordered`, as
-    collectives have to be, a complete group waits for the groups before it.
+    A group is complete when each of its parameters has its gradient, and waits for those before it.
 
     The end of a pass is an engine callback, as in DistributedDataParallel: it runs when the graph
     task is done, in the thread that called `backward`, so that gradients are final when `backward`
@@ -36,17 +35,13 @@ class GradientHooks:
         launch: Called with the number of each group when it may be sent.
         end: Called once at the end of backward, after some or all groups were launched.
         on_abort: Called after a pass that had begun raised.
-        on_second: Called with the index of a parameter that gets a second gradient after the first
-            was launched, and before `finish`; raises.
         stamp: Returns the entry of `stamps` for a gradient that is ready.
-        ordered: Whether groups are launched in their order.
 
     Attributes:
         enabled: Whether gradients count; gradients of other passes stay fresh.
+        waits: Whether no group is launched before the end of backward.
         fresh: For each parameter whether it got a gradient since the last round.
-        launched: How many groups of this pass have been launched.
-        stamps: The stamp of each gradient of this pass; None before it is ready.
-        turns: For each parameter, how many gradients of this pass arrived before its own.
+        stamps: By parameter the stamp of its gradient of this pass, in the order of arrival.
         handles: The hooks' handles, which do not reference this object.
     """
 
@@ -56,26 +51,20 @@ class GradientHooks:
         *,
         begin: Callable[[], None],
         launch: Callable[[int], None],
-        end: Callable[[], None] = lambda: None,
-        on_abort: Callable[[], None] = lambda: None,
-        on_second: Callable[[int], None] | None = None,
+        end: Callable[[], None],
+        on_abort: Callable[[], None],
         stamp: Callable[[], Any] = time.perf_counter,
-        ordered: bool = True,
     ) -> None:
         self._begin, self._launch, self._end, self._on_abort = begin, launch, end, on_abort
-        self._on_second = on_second or _refuse_second
         self._stamp = stamp
-        self._ordered = ordered
-        self.enabled = True
+        self.enabled, self.waits = True, False
         self.began = False
-        self.launched = 0
         self.fresh = [False] * len(parameters)
-        self.stamps: list[Any] = [None] * len(parameters)
-        self.turns: dict[int, int] = {}
-        self._groups: list[Sequence[int]] = []
-        self._groups_of: list[list[int]] = []
+        self.stamps: dict[int, Any] = {}
+        self._launched = 0
+        self._sizes: list[int] = []
+        self._group_of: list[int] = []
         self._missing: list[int] = []
-        self._is_launched: list[bool] = []
         self._callback: weakref.ref[_Callback] | None = None
         self._use(parameters)
         # The garbage collector does not see hooks that torch keeps in C++: a hook that referenced
@@ -96,45 +85,32 @@ class GradientHooks:
             self.remove()
             raise
 
-    def regroup(self, groups: Sequence[Sequence[int]]) -> None:
-        """Replace the groups, given as indices of parameters; between passes."""
-        self._groups = list(groups)
-        self._groups_of = [[] for _ in self._parameters]
-        for number, places in enumerate(groups):
-            for place in places:
-                self._groups_of[place].append(number)
+    def regroup(self, sizes: Sequence[int]) -> None:
+        """Replace the groups, given by their numbers of parameters; between passes."""
+        self._sizes = list(sizes)
+        self._group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
 
     def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
         """Change the order of the parameters; call `regroup` next."""
-        self.fresh = [self.fresh[self._places[id(parameter)]] for parameter in parameters]
+        self.fresh = [self.fresh[self._index_of[id(parameter)]] for parameter in parameters]
         self._use(parameters)
 
     def open(self) -> None:
         """Begin a pass, at the first gradient or without a backward."""
         self._begin()  # it may regroup
-        self.began, self.launched = True, 0
-        self._missing = [len(places) for places in self._groups]
-        self._is_launched = [False] * len(self._groups)
-        self.stamps, self.turns = [None] * len(self._parameters), {}
-
-    def is_running(self, *, seen_before: bool) -> bool:
-        """Whether a pass that has begun may still be running.
-
-        A pass that raised between two graph tasks is known to be over only when its graph is freed;
-        a caller that has asked before, outside of any backward pass, need not wait for that.
-        """
-        return self.began and not (seen_before and torch._C._current_graph_task_id() == -1)
+        self.began, self._launched = True, 0
+        self._missing = list(self._sizes)
+        self.stamps = {}
 
     def launch_rest(self) -> None:
         """Launch all remaining groups, complete or not."""
-        for group, is_launched in enumerate(self._is_launched):
-            if not is_launched:
-                self._launch_group(group)
+        while self._launched < len(self._missing):
+            self._launch_next()
 
     def finish(self) -> None:
         """End the round of this pass: later gradients belong to the next."""
         self.began, self._callback = False, None
-        self.fresh = [False] * len(self._parameters)
+        self.fresh = [False] * len(self.fresh)
 
     def remove(self) -> None:
         """Removes the hooks."""
@@ -142,42 +118,38 @@ class GradientHooks:
         _remove(self.handles)
 
     def _use(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
 
-    def _launch_group(self, group: int) -> None:
-        self._is_launched[group] = True
-        self.launched += 1
-        self._launch(group)
+    def _launch_next(self) -> None:
+        self._launched += 1
+        self._launch(self._launched - 1)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        place = self._places[id(parameter)]
-        self.fresh[place] = True
+        index = self._index_of[id(parameter)]
+        self.fresh[index] = True
         if not self.enabled:
             return
         if not self.began:
             self.open()
-            self._expect_end()
-        groups = self._groups_of[place]
-        if self.stamps[place] is None:
-            for group in groups:
-                self._missing[group] -= 1
-            self.turns[place] = len(self.turns)
-        elif any(self._is_launched[group] for group in groups):
-            self._on_second(place)
-        self.stamps[place] = self._stamp()
-        if not self._ordered:
-            for group in groups:
-                if not self._missing[group] and not self._is_launched[group]:
-                    self._launch_group(group)
-            return
-        while self.launched < len(self._missing) and not self._missing[self.launched]:
-            self._launch_group(self.launched)
-
-    def _expect_end(self) -> None:
-        callback = _Callback(self._end)
-        self._callback = weakref.ref(callback, self._on_dropped)
-        callback.queue()
+            callback = _Callback(self._end)
+            self._callback = weakref.ref(callback, self._on_dropped)
+            callback.queue()
+        group = self._group_of[index]
+        if index not in self.stamps:
+            self._missing[group] -= 1
+        elif group < self._launched:
+            raise GossipError(
+                "a parameter got a second gradient in one backward pass, after the first was sent: "
+                "it is used by several parts of the model of which one is checkpointed with "
+                "use_reentrant=True. Checkpoint with use_reentrant=False"
+            )
+        self.stamps[index] = self._stamp()
+        while (
+            not self.waits
+            and self._launched < len(self._missing)
+            and not self._missing[self._launched]
+        ):
+            self._launch_next()
 
     def _on_dropped(self, callback: Any) -> None:
         # The engine drops callbacks it has run, too, but then the round is over.
@@ -227,11 +199,3 @@ class _Callback:
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _refuse_second(place: int) -> None:
-    raise GossipError(
-        "a parameter got a second gradient in one backward pass, after the first was sent: it is "
-        "used by several parts of the model of which one is checkpointed with use_reentrant=True. "
-        "Checkpoint with use_reentrant=False"
-    )

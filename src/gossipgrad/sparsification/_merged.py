@@ -3,35 +3,34 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from gossipgrad.comm import Group, widened
-from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.compression import top_k
 from gossipgrad.errors import GossipError
-from gossipgrad.sparsification._density import counts_of
-from gossipgrad.sparsification._streams import make_staging
+from gossipgrad.sparsification._messages import Coordinates, Gather, Split, unequal_steps
+from gossipgrad.sparsification._streams import Staging
 
-__all__ = ["DENSE_DTYPES", "CarriedOver", "MergedGroup", "Timing"]
+__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing", "Unsent"]
 
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-_STEP_BYTES = 16  # at the end of a sparse message
-_PADDING_BYTES = 16  # of a sparse message, at most: no reason to send a small tensor whole
+_PADDING_BYTES = 64  # of a sparse message, at most: no reason to send a small tensor whole
 _STEPS = 64  # elements at the end of a dense one
+_GATHERING_RANKS = 8  # with more, an all-gather's bytes are too many
 
 
-class CarriedOver(NamedTuple):
-    """The carried-over state of one tensor; None for nothing, or zeros."""
+class Unsent(NamedTuple):
+    """What is not sent yet of one tensor; None for nothing, or zeros."""
 
     residual: Tensor | None = None
     velocity: Tensor | None = None
-    rounds_without: int = 0
-    """Rounds since a coordinate of it was last chosen."""
 
 
 @dataclass(slots=True)
@@ -45,10 +44,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The selection of a group in a round, and whether all values are finite."""
+    """What is sent of a group in a round, and whether all values are finite."""
 
-    indices: Int[Tensor, " count"]
-    values: Float[Tensor, " count"]
+    sent: Coordinates
     velocities: Float[Tensor, " count"] | None
     finite: Tensor
 
@@ -76,7 +74,6 @@ class MergedGroup:
         self.numel = sum(self.sizes)
         self.counts: tuple[int, ...] = ()
         self.finite = True
-        self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
         self.timing = Timing()
         self.step = 0, 0
         self._shapes = [p.shape for p in parameters]
@@ -84,7 +81,7 @@ class MergedGroup:
         self._per_tensor = per_tensor
         self._momentum = momentum
         self._device = parameters[0].device
-        self._staging = make_staging(self._device)
+        self._staging = Staging(self._device)
         dtype = parameters[0].dtype
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
@@ -96,9 +93,7 @@ class MergedGroup:
         self._residual_views: list[Tensor] = []
         self._velocity: Tensor | None = None
         self._velocity_views: list[Tensor] = []
-        self._starts = torch.tensor([0, *self.sizes]).cumsum(0)
-        self._format: SparseFormat | None = None
-        self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
+        self._messages: Gather | Split | None = None
         self._chosen: _Chosen | None = None
         self._sends_zeros = False  # in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
@@ -107,15 +102,13 @@ class MergedGroup:
     @property
     def sparse(self) -> bool:
         """Whether not everything is sent; otherwise an all-reduce moves fewer bytes."""
-        return self.method == "sparse" and (self._format is not None or not self.counts)
+        return self.method == "sparse" and (self._messages is not None or not self.counts)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of one round: to each of the other ranks, or of gradients by a ring all-reduce."""
-        others = self._world_size - 1
+        """Bytes of one round: of sparse messages, or of a ring all-reduce."""
         if self.sparse:  # 0 before the number of coordinates is known
-            form = self._format
-            return 0 if form is None else others * (form.size_bytes + _STEP_BYTES)
+            return 0 if self._messages is None else self._messages.bytes_sent
         return self._all_reduce_bytes
 
     @property
@@ -126,8 +119,9 @@ class MergedGroup:
     @property
     def memory_bytes(self) -> int:
         """Memory in addition to the model: sums, residual, velocity and messages."""
-        held = (self._total, self._residual, self._velocity, self._message, self._gathered)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        held = (self._total, self._residual, self._velocity)
+        messages = 0 if self._messages is None else self._messages.memory_bytes
+        return messages + sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def residual(self) -> Float[Tensor, " n"] | None:
@@ -139,52 +133,48 @@ class MergedGroup:
         """The mean over ranks of the last round, flat."""
         return self._total
 
-    def use_densities(self, densities: Sequence[float]) -> None:
-        """Set the densities from now on: of each tensor, or on average of all together."""
-        counts = counts_of(self.sizes, densities, per_tensor=self._per_tensor)
+    def use_density(self, density: float) -> None:
+        """Set the share that is sent from now on; of each tensor or of all, one element or more."""
+        sizes = self.sizes if self._per_tensor else [self.numel]
+        counts = tuple(min(size, max(1, int(density * size))) for size in sizes)
         if self.counts == counts or self.method != "sparse":
             return
-        self.counts, self._format = counts, None
-        if sum(counts) < self.numel:
-            form = SparseFormat(self.numel, sum(counts), self._value_dtype)
-            least = (self._world_size - 1) * (form.size_bytes - _PADDING_BYTES)
-            if least <= self._all_reduce_bytes:
-                self._format = form
-        if self._format is None:
-            self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
+        self.counts, self._messages = counts, None
+        if (count := sum(counts)) == self.numel:
             return
-        size = self._format.size_bytes + _STEP_BYTES
-        self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._gathered = torch.empty(
-            size * self._world_size, dtype=torch.uint8, device=self._device
-        )
+        like = self.numel, count, self._world_size, self._value_dtype, self.dtype, self._device
+        messages: Gather | Split = Gather(*like)
+        if self._world_size > _GATHERING_RANKS:
+            messages = min(messages, Split(*like), key=lambda each: each.bytes_sent)
+        padding = _PADDING_BYTES * (self._world_size - 1)
+        if messages.bytes_sent - padding <= self._all_reduce_bytes:
+            self._messages = messages
 
-    def carried_over(self) -> list[CarriedOver]:
-        """Return the carried-over state of each tensor."""
+    def unsent(self) -> list[Unsent]:
+        """Return what is not sent yet of each tensor."""
         none: list[Tensor | None] = [None] * len(self.sizes)
-        of = (self._residual_views or none, self._velocity_views or none, self.rounds_without)
-        return [CarriedOver(r, v, int(without)) for r, v, without in zip(*of, strict=True)]
+        residuals, velocities = self._residual_views or none, self._velocity_views or none
+        return [Unsent(*each) for each in zip(residuals, velocities, strict=True)]
 
     @torch.no_grad()
-    def load(self, carried: Sequence[CarriedOver]) -> None:
-        """Load the result of `carried_over`, of this or other groups with the same tensors."""
-        self.rounds_without = torch.tensor([each.rounds_without for each in carried])
-        for at, (residual, velocity, _) in enumerate(carried):
+    def load(self, unsent: Sequence[Unsent]) -> None:
+        """Load the result of `unsent`, of this or other groups with the same tensors."""
+        for tensor, (residual, velocity) in enumerate(unsent):
             if residual is not None:
                 self._need_residual()
-                self._residual_views[at].copy_(residual)
+                self._residual_views[tensor].copy_(residual)
             if velocity is not None and self._momentum is not None:
                 self._need_velocity()
-                self._velocity_views[at].copy_(velocity)
+                self._velocity_views[tensor].copy_(velocity)
 
     def free_buffers(self) -> None:
-        """Free sums and messages after the last round; `carried_over` stays."""
+        """Free sums and messages after the last round; `unsent` stays."""
         self._total, self._total_views = torch.empty(0, dtype=self.dtype), []
-        self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
+        self._messages = None
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Multiply the carried-over state, which is in units of the loss scale."""
+        """Multiply what is not sent yet, which is in units of the loss scale."""
         for tensor in (self._residual, self._velocity):
             if tensor is not None:
                 tensor.mul_(factor)
@@ -204,14 +194,10 @@ class MergedGroup:
 
     @torch.no_grad()
     def begin_with_zeros(self) -> None:
-        """Begin on a rank without gradients: the carried-over state is unchanged."""
+        """Begin on a rank without gradients: what is not sent yet is unchanged."""
         self._sends_zeros = True
-        if self.sparse:
-            assert self._format is not None
-            indices = torch.arange(self._format.count, device=self._device)
-            zeros = torch.zeros_like(indices, dtype=self.dtype)
-            self._format.pack(indices, zeros, self._message[:-_STEP_BYTES])
-            self._write_step()
+        if self._messages is not None:
+            self._messages.pack_nothing(self.step)
         else:
             self._total.zero_()
         self._staging.mark_written()
@@ -221,8 +207,8 @@ class MergedGroup:
     def exchange(self, group: Group) -> None:
         """Run the collective and compute the mean over ranks; on the thread of collectives."""
         with self._staging.on_stream():
-            if self.sparse:
-                self._exchange_sparse(group)
+            if self._messages is not None:
+                self._exchange_sparse(group, self._messages)
             else:
                 self._exchange_dense(group)
 
@@ -232,17 +218,30 @@ class MergedGroup:
         self._staging.wait_received()
         torch._foreach_copy_(list(grads), self._total_views)
 
+    @torch.no_grad()
     def accept(self) -> None:
-        """End the round: sent elements are no longer carried over."""
-        if self._sends_zeros:
-            return
-        if not self.sparse:
+        """End the round: what was sent and added up is no longer in the residual."""
+        if self._messages is not None:
+            self._keep_what_was_left_out(self._messages)
+        elif not self._sends_zeros:
             self._residual, self._residual_views = None, []
-            self.rounds_without.zero_()
-        if self._chosen is not None:
-            found = torch.searchsorted(self._chosen.indices.cpu(), self._starts).diff() > 0
-            self.rounds_without = torch.where(found, 0, self.rounds_without + 1)
         self._chosen, self._old_kept = None, False
+
+    def _keep_what_was_left_out(self, messages: Gather | Split) -> None:
+        """Put back into the residual what no owner has selected, and what rounding took of sums."""
+        if isinstance(messages, Gather):
+            return
+        if messages.rounding is not None:
+            self._need_residual()
+            assert self._residual is not None
+            self._with_room(self._residual).index_add_(0, *messages.rounding)
+        if self._chosen is not None:
+            assert self._residual is not None
+            (indices, values), velocities = self._chosen.sent, self._chosen.velocities
+            left_out = self._total[indices] == 0
+            self._residual[indices[left_out]] = values[left_out]
+            if self._velocity is not None and velocities is not None:
+                self._velocity[indices[left_out]] = velocities[left_out]
 
     @torch.no_grad()
     def roll_back(self, grads: Sequence[Tensor | None]) -> None:
@@ -253,12 +252,12 @@ class MergedGroup:
         chosen, self._chosen = self._chosen, None
         if chosen is not None:
             if self._velocity is not None and chosen.velocities is not None:
-                self._velocity[chosen.indices] = chosen.velocities
+                self._velocity[chosen.sent.indices] = chosen.velocities
             if self._old_kept:
                 self._swap()
             elif bool(chosen.finite):
                 assert self._residual is not None
-                self._residual[chosen.indices] = chosen.values
+                self._residual[chosen.sent.indices] = chosen.sent.values
                 added = grads if self._moved is None else self._velocity_views
                 for residual, each in zip(self._residual_views, added, strict=True):
                     if each is not None:
@@ -270,15 +269,17 @@ class MergedGroup:
                 velocity.div_(self._moved)
         self._old_kept = False
 
-    def _write_step(self) -> None:
-        self._message[-_STEP_BYTES:].view(torch.int64).copy_(torch.tensor(self.step))
-
     def _new(self) -> tuple[Tensor, list[Tensor]]:
-        """Return zeros, with room for `_STEPS` more elements behind them, and their views."""
-        room = torch.zeros(self.numel + _STEPS, dtype=self.dtype, device=self._device)
-        flat = room[: self.numel]
+        """Return zeros, with room for more elements behind them, and their views."""
+        # For the steps of a dense round, or for the last row of a `Split`, which may be short.
+        size = self.numel + max(_STEPS, self._world_size)
+        flat = torch.zeros(size, dtype=self.dtype, device=self._device)[: self.numel]
         pieces = flat.split(self.sizes)
         return flat, [piece.view(s) for piece, s in zip(pieces, self._shapes, strict=True)]
+
+    def _with_room(self, flat: Tensor) -> Tensor:
+        """Return a buffer with the elements behind it."""
+        return flat.as_strided((self.numel + max(_STEPS, self._world_size),), (1,))
 
     def _need_residual(self) -> None:
         if self._residual is None:
@@ -314,72 +315,46 @@ class MergedGroup:
                 torch.add(residual, grad, out=total)
 
     def _select(self) -> None:
-        assert self._format is not None
+        assert self._messages is not None
         if self._per_tensor:
-            pieces = self._total.split(self.sizes)
-            indices = torch.cat(
-                [
-                    top_k(piece, count) + int(start)
-                    for piece, count, start in zip(pieces, self.counts, self._starts, strict=False)
-                    if count  # none for a tensor without elements
-                ]
-            )
+            pieces, starts = self._total.split(self.sizes), accumulate(self.sizes, initial=0)
+            found = zip(pieces, self.counts, starts, strict=False)
+            indices = torch.cat([top_k(piece, count) + start for piece, count, start in found])
         else:
             indices = top_k(self._total, self.counts[0])
-        values = self._total[indices]
-        sent = self._format.pack(indices, values, self._message[:-_STEP_BYTES])
-        self._write_step()
+        chosen, sent = self._messages.pack(indices, self._total[indices], self.step)
         self._swap()
         self._old_kept = True
         assert self._residual is not None
-        self._residual[indices] = values - sent.to(values.dtype)
+        self._residual[chosen.indices] = chosen.values - sent.to(self.dtype)
         velocities = None
         if self._velocity is not None and self._moved is not None:
-            velocities = self._velocity[indices]
-            self._velocity[indices] = 0
-        self._chosen = _Chosen(indices, values, velocities, values.isfinite().all())
+            velocities = self._velocity[chosen.indices]
+            self._velocity[chosen.indices] = 0
+        self._chosen = _Chosen(chosen, velocities, chosen.values.isfinite().all())
 
-    def _exchange_sparse(self, group: Group) -> None:
+    def _exchange_sparse(self, group: Group, messages: Gather | Split) -> None:
         start = perf_counter()
-        gathered = self._gathered
-        host = self._staging.to_host(self._message)
-        received = gathered if host is self._message else torch.empty_like(gathered, device="cpu")
-        group.all_gather_into_(received, host)
-        messages = self._staging.from_host(received, gathered)
+        received = messages.exchange(group, self._staging)
         self.timing.gather_seconds = perf_counter() - start
-        self._add_up(messages)
-
-    def _add_up(self, messages: Tensor) -> None:
-        form, chosen = self._format, self._chosen
-        assert form is not None
         start = perf_counter()
-        unpacked = []
-        parts = messages.split(form.size_bytes + _STEP_BYTES)
-        steps = [tuple(part[-_STEP_BYTES:].view(torch.int64).tolist()) for part in parts]
-        if len(set(steps)) > 1:
-            raise GossipError(_unequal([step for step, _ in steps]))
-        for rank, message in enumerate(part[:-_STEP_BYTES] for part in parts):
-            try:
-                unpacked.append(form.unpack(message))
-            except ValueError as error:
-                raise GossipError(f"rank {rank} sent what is no message: {error}") from error
-        if chosen is not None and not bool(chosen.finite):
+        if self._chosen is not None and not bool(self._chosen.finite):
             assert self._residual is not None
             self._residual.copy_(self._total)
         self._old_kept = False
-        self._total.zero_()
+        total = self._with_room(self._total).zero_()
         finite = True
-        for indices, values in unpacked:  # in rank order, so that all ranks round alike
+        for indices, values in received:  # in the same order, so that all ranks round alike
             finite = finite and bool(values.isfinite().all())
-            self._total.index_add_(0, indices, values.to(self.dtype))
-        self._total.div_(self._world_size)
+            total.index_add_(0, indices, values.to(self.dtype))
+        total.div_(self._world_size)
         self.finite = finite
         self.timing.add_seconds = perf_counter() - start
 
     def _exchange_dense(self, group: Group) -> None:
         start = perf_counter()
         # The sum of the elements behind has one that is not 0 if all ranks are in the same step.
-        total = self._total.as_strided((self.numel + _STEPS,), (1,))
+        total = self._with_room(self._total)[: self.numel + _STEPS]
         total[self.numel :] = 0
         total[self.numel + sum(self.step) % _STEPS] = 1
         is_narrow = self.dense_dtype.itemsize < self.dtype.itemsize
@@ -391,20 +366,11 @@ class MergedGroup:
         if host is not total:
             total.copy_(host)
         if int(total[self.numel :].count_nonzero()) > 1:
-            raise GossipError(_unequal(()))
+            raise GossipError(unequal_steps())
         if not is_narrow:
             self._total.div_(self._world_size)
         self.finite = math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start
-
-
-def _unequal(steps: Sequence[int]) -> str:
-    of_ranks = f" (steps so far, by rank: {', '.join(map(str, steps))})" if steps else ""
-    return (
-        f"the ranks are in different steps in one round{of_ranks}, or evaluate a closure at "
-        "different weights: replicas would drift apart. Make the same passes and steps on every "
-        "rank, and average the loss that a closure returns over ranks"
-    )
 
 
 def _all_finite(grads: Iterable[Tensor | None]) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 from gossipgrad.comm import Group
-from gossipgrad.errors import GossipError
 from gossipgrad.planning import (
     LEAST_SAVING,
     Merge,
@@ -34,10 +34,10 @@ logger = logging.getLogger("gossipgrad")
 
 _WARM_ROUNDS = 2  # to allocate memory, start threads, fill caches
 _TIMED_ROUNDS = 5
-_ALIKE = 1.5  # a plan is valid for densities within this factor
+_FIRST_BYTES = 25 << 20  # of a group until there is a plan, as of DistributedDataParallel
 _COMPARED_ROUNDS = 3  # per turn, after one round to change plans
 _TURNS = ("plan", "dense", "plan", "dense")
-_FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried, or only for one step
+_FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried
 _ALTERNATIVES = ("layerwise", "single", "mg-wfbp", "greedy")
 _RULES: dict[str, Callable[..., Plan]] = {
     "optimal": plan,
@@ -64,8 +64,7 @@ class Planner:
         self.methods: list[Method] = []
         self._settings = settings
         self._group = group
-        self._dense: Plan | None = None  # the dense plan to compare with
-        self._density = 0.0  # the plan's density
+        self._dense: Plan | None = None  # the dense plan, until the choice between them is final
         self._ended_seconds = perf_counter()  # the end of the last round and its follow-up
         self._period_seconds = 0.0  # from then until the end of this round
         self._phase: Phase | None = None
@@ -75,21 +74,6 @@ class Planner:
     def decided(self) -> bool:
         """Whether the plan is final."""
         return self.plan is not None and self._dense is None
-
-    def restart(self, aggregation: Aggregation) -> None:
-        """Measure and plan again in the next steps, with one group until then; a collective."""
-        if not self._settings.measures:
-            raise ValueError(
-                f"plan={self._settings.plan!r} measures nothing, so there is nothing to plan anew: "
-                "replan() is for 'optimal', 'greedy' and 'mg-wfbp'"
-            )
-        rounds = self._group.all_gather_object(aggregation.counters.rounds)
-        if len(set(rounds)) > 1:
-            raise GossipError(f"replan() after {rounds} rounds: call it after the same step on all")
-        self.plan = self._dense = self.refused = None
-        self.compared_seconds = {}
-        self._phase, self._is_searching = None, True
-        aggregation.regroup(self.first_merges)
 
     def after_round(self, aggregation: Aggregation) -> None:
         """Continue the search for a plan, if one is running; sometimes a collective."""
@@ -106,7 +90,6 @@ class Planner:
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
             "dense": None if self._dense is None else self._dense.to_json(),
-            "density": self._density,
             "alternatives": self.alternatives,
             "compared_seconds": self.compared_seconds,
             "refused": self.refused,
@@ -116,7 +99,6 @@ class Planner:
         """Load the result of `state`; a running measurement or comparison starts again."""
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
-        self._density = state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.compared_seconds = dict(state["compared_seconds"])
         self._phase, self._is_searching = None, self._settings.measures and not self.decided
@@ -128,9 +110,9 @@ class Planner:
         #    after a `Warmup`.
         # 3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own:
         #    different processors round differently.
-        # 4. For "optimal", the plan and the best dense plan alternate for some steps, and the
-        #    faster is kept; one that compresses has to save `LEAST_SAVING` of a step, since delayed
-        #    elements cost accuracy.
+        # 4. For "optimal", the plan and the best dense plan alternate for some steps at each
+        #    density, until the plan is faster; until then the dense one is used. The plan has to
+        #    save `LEAST_SAVING` of a step, since delayed elements cost accuracy.
         if self.plan is None:
             step_seconds = yield from self._time_backward(aggregation)
             self.methods = yield from measure_methods(
@@ -138,12 +120,12 @@ class Planner:
                 self._group,
                 aggregation.parameters,
                 aggregation.dtype,
-                density=self._density,
+                density=final_density(self._settings.density),
                 step_seconds=step_seconds,
             )
             yield from self._compute(aggregation)
         if self._dense is not None:
-            yield from self._compare(aggregation)
+            yield from self._choose(aggregation)
 
     def _time_backward(self, aggregation: Aggregation) -> Generator[None, None, float]:
         """Record times and order of gradients; return the duration of a step."""
@@ -159,9 +141,6 @@ class Planner:
         of_ranks = self._group.all_gather_object(mine)
         names, self.backward_seconds = backward_of([of for of, _ in of_ranks], aggregation.names)
         aggregation.regroup(self.first_merges, names=names)
-        self._density = aggregation.average(
-            final_density(self._settings.density, names, aggregation.counters.rounds)
-        )
         return statistics.median(period for _, period in of_ranks)
 
     def _compute(self, aggregation: Aggregation) -> Phase:
@@ -195,40 +174,64 @@ class Planner:
         aggregation.regroup(self.plan.groups)
         yield
 
-    def _compare(self, aggregation: Aggregation) -> Phase:
-        """Alternate the plan and the dense plan for some real steps, and keep the faster one."""
+    def _choose(self, aggregation: Aggregation) -> Phase:
+        """Use the dense plan until a density at which the other is faster in real steps."""
         assert self.plan is not None
         assert self._dense is not None
         own, dense = self.plan, self._dense
-        while aggregation.density > _ALIKE * self._density:
-            yield
+        recent: deque[float] = deque(maxlen=_COMPARED_ROUNDS)  # periods of the dense plan
+        while True:
+            density = aggregation.density
+            if density < 1:
+                yield from self._compare(aggregation, own, dense, recent)
+                with_plan, with_dense = map(self.compared_seconds.get, ("plan", "dense"))
+                if with_plan is not None and (
+                    with_dense is None or with_plan <= (1 - LEAST_SAVING) * with_dense
+                ):
+                    self._dense = None
+                    self._use(own, aggregation)
+                    return
+                if density <= final_density(self._settings.density):
+                    self.plan, self._dense = dense, None
+                    self._refuse(
+                        "no group has fewer bytes when it is sparse"
+                        if with_plan is None
+                        else f"measured in the run, a step takes {_ms(with_dense or 0.0)} ms so, "
+                        f"and {_ms(with_plan)} ms with compression"
+                    )
+            self._use(dense, aggregation)
+            if self._dense is None:
+                return
+            while aggregation.density == density:
+                yield
+                recent.append(self._period_seconds)
+
+    def _compare(
+        self, aggregation: Aggregation, own: Plan, dense: Plan, recent: Sequence[float]
+    ) -> Phase:
+        """Alternate two plans for some real steps; store their times in `compared_seconds`."""
+        self.compared_seconds = {}
         periods: dict[str, list[float]] = {"plan": [], "dense": []}
         for turn, name in enumerate(_TURNS):
-            groups = own.groups if name == "plan" else dense.groups
-            if groups != aggregation.merges:
-                aggregation.regroup(groups)
+            self._use(own if name == "plan" else dense, aggregation)
             yield
-            with_plan = self._agreed(periods["plan"]) if turn == 1 else 0.0
-            if turn == 1 and self._agreed([self._period_seconds]) > 2 * _FAR_SLOWER * with_plan:
-                break
+            if turn == 0 and not any(made.sparse for made in aggregation.groups):
+                return
             for _ in range(_COMPARED_ROUNDS):
                 yield
                 periods[name].append(self._period_seconds)
-            later_seconds = dense.finish_seconds - own.finish_seconds
-            if turn == 0 and later_seconds > (_FAR_SLOWER - 1) * self._agreed(periods["plan"]):
-                break
+            if turn == 0:
+                with_plan = self._agreed(periods["plan"])
+                later_seconds = dense.finish_seconds - own.finish_seconds
+                with_dense = self._agreed(recent) if recent else with_plan + later_seconds
+                if with_dense > _FAR_SLOWER * with_plan:
+                    periods["dense"] += recent
+                    break
         self.compared_seconds = {name: self._agreed(of) for name, of in periods.items() if of}
-        self._dense = None
-        with_plan, with_dense = (self.compared_seconds.get(name) for name in ("plan", "dense"))
-        assert with_plan is not None
-        if with_dense is not None and with_plan > (1 - LEAST_SAVING) * with_dense:
-            self.plan = dense
-            self._refuse(
-                f"measured in the run, a step takes {_ms(with_dense)} ms so, and "
-                f"{_ms(with_plan)} ms with compression"
-            )
-        if self.plan.groups != aggregation.merges:
-            aggregation.regroup(self.plan.groups)
+
+    def _use(self, plan: Plan, aggregation: Aggregation) -> None:
+        if plan.groups != aggregation.merges:
+            aggregation.regroup(plan.groups)
 
     def _agreed(self, seconds: Sequence[float]) -> float:
         return statistics.median(self._group.all_gather_object(statistics.median(seconds)))
@@ -297,15 +300,17 @@ def _computed(
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:
-    """Return the first groups of a session: those requested, or one until times are known."""
+    """Return the first groups of a session: those requested, or those of `_FIRST_BYTES`."""
     rule = settings.plan
     if isinstance(rule, Plan):
         check_plan_fits(rule, len(sizes_bytes), settings.methods)
         return rule.groups
     if isinstance(rule, int):
         make: Callable[..., Plan] = partial(threshold, size_bytes=rule, element_bytes=1)
+    elif rule in MEASURED_RULES:
+        make = partial(threshold, size_bytes=_FIRST_BYTES, element_bytes=1)
     else:
-        make = single if rule in MEASURED_RULES else _RULES[rule]
+        make = _RULES[rule]
     free = Method(settings.methods[0], lambda size: 0.0, lambda size: 0.0)
     return make([0.0] * len(sizes_bytes), sizes_bytes, free).groups
 

@@ -52,20 +52,18 @@ class OrderedQueue:
         self._closed = False
         self._over = threading.Event()
 
-    def put(self, work: Callable[[], None]) -> Ticket:
+    def put(self, ticket: Ticket) -> None:
         """Add an entry without waiting; local. After `close` it fails with a `GossipError`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run, args=(self._entries, self._over), name=self._name, daemon=True
             )
             self._thread.start()
-        ticket = Ticket(work)
         self._entries.put(ticket)
         # No lock: a signal handler may close in the middle of this. The thread sets `over` before
         # its last check, so either it sees this entry, or this sees `over`.
         if self._over.is_set():
             _refuse(self._entries)
-        return ticket
 
     def close(self) -> None:
         """End the thread after the entries are done, without waiting for it."""

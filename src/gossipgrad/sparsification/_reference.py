@@ -41,6 +41,11 @@ Rules. The comments in the code name the rule that a line implements.
                        - (tau_c(l) - (tau_s(l) + t_s(l)))
             t_save   = t_c(p_l) + t_c(p_l+1) - t_c(p_l + p_l+1)
         and times of a merged tensor are those of its parts, added. (`_generate_groups_mgs`.)
+    R11 Split and reduce, for large p: rank r sends I_r by owner; of the sums S_o of an owner o's
+        coordinates the k / p largest are applied, in place of R5; e[i] = a[i], u[i] = u[i] before
+        R8, for the coordinates i of I_r that are not. (Ok-Topk's phases, and gTop-k's residuals.)
+    R12 Local clipping: g_r is scaled to the norm c sqrt(p) over all tensors, if it is longer.
+        (Deep Gradient Compression 3.2: g_r / p to c / sqrt(p).)
 
 Deviations from the authors' code
     1. Groups of `Reference` are given; `merge` finds those of R10, and decides on the first two
@@ -48,8 +53,12 @@ Deviations from the authors' code
        has not. The session's own plan is the optimum: `gossipgrad.planning.plan`.
     2. Residuals belong to tensors and not to groups: another plan takes them over.
     3. R9. The published code adds what is not finite to the residual, which then stays so.
-    4. Ties are broken by place, where `torch.topk` makes no promise.
-    5. What rounding takes away on the wire stays in the residual (R4); theirs sends fp32.
+    4. Ties are broken by index, where `torch.topk` makes no promise.
+    5. What rounding takes away on the wire stays in the residual (R4); theirs sends fp32. With R11
+       the owner keeps what rounding takes of S.
+    6. R11 has parts of fixed size: an owner gets at most K = ceil(k / p + 3 sqrt(k / p))
+       coordinates of a rank; the others stay in e. Owners hold one coordinate of each p, in an
+       order that a hash turns; Ok-Topk's are stretches of equal load, found again and again.
 
 References:
     Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient
@@ -57,8 +66,11 @@ References:
     `compression.py`.
     Shi et al., Layer-wise Adaptive Gradient Sparsification, arXiv:1911.08727 (LAGS-SGD).
     Lin et al., Deep Gradient Compression, arXiv:1712.01887.
+    Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification,
+    ICDCS 2019 (gTop-k). Li & Hoefler, Near-Optimal Sparse Allreduce, PPoPP 2022 (Ok-Topk).
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,6 +85,12 @@ def top_k(a: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     """Return I: the k largest magnitudes, of equal ones the first; NaN, then inf, rank highest."""
     magnitude = a.abs().nan_to_num(nan=torch.inf, posinf=torch.finfo(a.dtype).max)
     return magnitude.sort(descending=True, stable=True).indices[:k].sort().values  # R3
+
+
+def owners(n: int, p: int) -> Int[Tensor, " n"]:
+    """Return the rank that adds up each coordinate (R11)."""
+    row, column = torch.arange(n) // p, torch.arange(n) % p
+    return (column + ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 8)) % p
 
 
 def merge(
@@ -124,6 +142,8 @@ class Reference:
         select: "per_group" or "per_tensor" (R1).
         value_dtype: The type of values on the wire, None for that of the residuals.
         momentum: m of R8, None for none.
+        split: Whether sparsified groups are added up by R11.
+        clip: c of R12, None for none.
 
     Raises:
         ValueError: The groups do not cover the tensors.
@@ -152,7 +172,10 @@ class Reference:
         select: str = "per_group",
         value_dtype: torch.dtype | None = None,
         momentum: float | None = None,
+        split: bool = False,
+        clip: float | None = None,
     ) -> None:
+        self.split, self.c = split, clip
         self.p = len(models)
         self.t = 0
         self.models, self.optimizers = list(models), list(optimizers)
@@ -174,6 +197,9 @@ class Reference:
     @torch.no_grad()
     def step(self) -> None:
         """Make one step of all ranks: selection, aggregation and the update."""
+        if self.c is not None:
+            for w in self.tensors:
+                nn.utils.clip_grad_norm_(w, self.c * math.sqrt(self.p))  # R12
         before = [[[x.clone() for x in xs] for xs in state] for state in (self.e, self.u)]
         sums: list[Tensor] = []
         first = 0
@@ -193,31 +219,58 @@ class Reference:
 
     def _aggregate(self, first: int, count: int, *, sparse: bool) -> Float[Tensor, " n"]:
         """Return G of one group; change its e and u."""
-        places = range(first, first + count)
-        sizes = [self.tensors[0][i].numel() for i in places]
+        tensors = range(first, first + count)
+        sizes = [self.tensors[0][i].numel() for i in tensors]
         total = torch.zeros(sum(sizes), dtype=self.e[0][first].dtype)
+        a = [self._selected_from(r, tensors) for r in range(self.p)]
+        if not sparse or self.rho(self.t) >= 1:
+            for r in range(self.p):
+                total += a[r]  # R7
+                self._keep(self.e[r], tensors, torch.zeros_like(total))
+            return total / self.p
+        chosen = [self._choose(each, sizes) for each in a]
+        if self.split:
+            chosen = [self._with_room(each, len(total)) for each in chosen]
         for r in range(self.p):  # R5: in this order
-            a = self._selected_from(r, places)
-            if not sparse or self.rho(self.t) >= 1:
-                total += a  # R7
-                self._keep(self.e[r], places, torch.zeros_like(a))
-                continue
-            chosen = self._choose(a, sizes)
-            sent = a[chosen]
-            if self.value_dtype is not None:
-                sent = sent.to(self.value_dtype).to(a.dtype)  # q
-            total[chosen] += sent  # R5
-            e = a.clone()
-            e[chosen] = a[chosen] - sent  # R4
-            u = torch.cat([self.u[r][i].flatten() for i in places])
-            u[chosen] = 0  # R8
-            self._keep(self.u[r], places, u)
-            self._keep(self.e[r], places, e)
+            total[chosen[r]] += self._on_the_wire(a[r][chosen[r]])
+        rounded = torch.zeros_like(total)
+        if self.split:
+            total, rounded = self._largest_sums(total, max(int(self.rho(self.t) * len(total)), 1))
+        for r in range(self.p):
+            applied = chosen[r][total[chosen[r]] != 0] if self.split else chosen[r]
+            e = a[r].clone()
+            e[applied] = a[r][applied] - self._on_the_wire(a[r][applied])  # R4
+            mine = owners(len(total), self.p) == r
+            e[mine] += rounded[mine]
+            u = torch.cat([self.u[r][i].flatten() for i in tensors])
+            u[applied] = 0  # R8
+            self._keep(self.u[r], tensors, u)
+            self._keep(self.e[r], tensors, e)
         return total / self.p  # R5
 
-    def _selected_from(self, r: int, places: range) -> Float[Tensor, " n"]:
+    def _on_the_wire(self, values: Tensor) -> Tensor:
+        return values if self.value_dtype is None else values.to(self.value_dtype).to(values.dtype)
+
+    def _with_room(self, chosen: Int[Tensor, " k"], n: int) -> Int[Tensor, " sent"]:
+        """Return the first of each owner's coordinates, as many as a part holds."""
+        average = len(chosen) / self.p
+        room = math.ceil(average + 3 * math.sqrt(average))
+        of = owners(n, self.p)[chosen]
+        return torch.cat([chosen[of == owner][:room] for owner in range(self.p)]).sort().values
+
+    def _largest_sums(self, total: Float[Tensor, " n"], k: int) -> tuple[Tensor, Tensor]:
+        """Return the sums that owners select, on the wire, and what rounding takes of them."""
+        kept, rounded = torch.zeros_like(total), torch.zeros_like(total)
+        for owner in range(self.p):
+            mine = (owners(len(total), self.p) == owner).nonzero().flatten()
+            largest = mine[top_k(total[mine], min(len(mine), max(1, k // self.p)))]
+            kept[largest] = self._on_the_wire(total[largest])
+            rounded[largest] = torch.where(kept[largest] == 0, 0, total[largest] - kept[largest])
+        return kept, rounded
+
+    def _selected_from(self, r: int, tensors: range) -> Float[Tensor, " n"]:
         parts = []
-        for i in places:
+        for i in tensors:
             w = self.tensors[r][i]
             g = torch.zeros_like(self.e[r][i]) if w.grad is None else w.grad.to(self.e[r][i].dtype)
             if self.m is not None:
@@ -235,10 +288,10 @@ class Reference:
             start += n
         return torch.cat(chosen)
 
-    def _keep(self, kept: list[Tensor], places: range, flat: Float[Tensor, " n"]) -> None:
+    def _keep(self, kept: list[Tensor], tensors: range, flat: Float[Tensor, " n"]) -> None:
         """Split a group's new e or u."""
-        sizes = [kept[i].numel() for i in places]
-        for i, piece in zip(places, flat.split(sizes), strict=True):
+        sizes = [kept[i].numel() for i in tensors]
+        for i, piece in zip(tensors, flat.split(sizes), strict=True):
             kept[i] = piece.view_as(kept[i]).clone()
 
     def _write(self, r: int, first: int, count: int, total: Float[Tensor, " n"]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gossipgrad._messages import warn
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -25,11 +24,10 @@ from gossipgrad.engine import Flow, Replica, Session
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation, Counters
-from gossipgrad.sparsification._merged import CarriedOver
+from gossipgrad.sparsification._merged import Unsent
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
-    change,
     check_all_fit,
     load_session,
     session_misfit,
@@ -75,7 +73,7 @@ class SparseSession(Session):
     @property
     def position(self) -> int:
         """The run's rounds; with one rank, its steps."""
-        return self.stats().rounds
+        return self._counters.rounds
 
     @property
     def plan(self) -> Plan | None:
@@ -104,9 +102,9 @@ class SparseSession(Session):
         """Overwrite every replica with that of rank 0: parameters, buffers and optimizer state.
 
         A collective, for after `load_state_dict` on one rank, re-initialisation or
-        `add_param_group`: the set of trained parameters is read again. Residuals are dropped, and a
-        measured plan is measured again; counters of rounds and bytes continue, and so does a
-        warm-up.
+        `add_param_group`, and for another network: the set of trained parameters is read again,
+        residuals are dropped, and a measured plan is measured again; counters of rounds and bytes
+        continue, and so does a warm-up.
         When it raises, the session is over: steps and backward passes raise until it is closed.
 
         Raises:
@@ -125,20 +123,6 @@ class SparseSession(Session):
                     "and start another with the ranks that live"
                 )
             raise
-
-    def replan(self) -> None:
-        """Measure backward, selection and network again, and compute a new plan; a collective.
-
-        For a lasting change of the network or the density; nothing is measured again automatically.
-        The next steps run like the first ones of the session. Call it between two steps.
-
-        Raises:
-            ValueError: The plan does not use measurements.
-            GossipError: If a rank is gone, or the ranks are not at the same step.
-        """
-        self._check_ready("replan")
-        if self._aggregation is not None and self._planner is not None:
-            self._planner.restart(self._aggregation)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -206,10 +190,10 @@ class SparseSession(Session):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; a collective.
 
-        Every rank loads its own state, all saved after the same step; `deal_states` converts states
-        to another number of ranks. With the same plan, methods and number of ranks, training then
-        continues bit for bit. Another plan keeps the residuals, and is measured again. One rank has
-        no residuals: those of several ranks are dropped with a warning; its steps count as rounds.
+        Every rank loads its own state, all saved after the same step. With the same plan, methods
+        and number of ranks, training then continues bit for bit. Another plan keeps the residuals,
+        and is measured again. With another number of ranks each loads any of the states: residuals
+        are dropped with a warning, and the plan is measured again.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
@@ -281,8 +265,8 @@ class SparseSession(Session):
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def _rebuilt(self, gradient_map: Callable[[str, Tensor], Tensor] | None) -> None:
-        """Begin again with what is carried over of parameters that are still trained."""
-        before = {} if self._aggregation is None else self._aggregation.carried_over()
+        """Begin again with the residuals of parameters that are still trained."""
+        before = {} if self._aggregation is None else self._aggregation.unsent()
         super()._rebuilt(gradient_map)
         if self._aggregation is None or self._planner is None:
             return
@@ -293,12 +277,12 @@ class SparseSession(Session):
                 tensor = gradient_map(name, tensor)
             return tensor if tensor is not None and tensor.shape == shapes[name] else None
 
-        carried = {
-            name: CarriedOver(follow(name, residual), follow(name, velocity), rounds_without)
-            for name, (residual, velocity, rounds_without) in before.items()
+        unsent = {
+            name: Unsent(*(follow(name, each) for each in kept))
+            for name, kept in before.items()
             if name in shapes
         }
-        self._aggregation.regroup(self._planner.first_merges, carried=carried)
+        self._aggregation.regroup(self._planner.first_merges, unsent=unsent)
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._watch is None:  # one rank: nothing is exchanged
@@ -322,21 +306,15 @@ class SparseSession(Session):
         return {name: p for name, p in trained.items() if p.numel()}
 
     def _misfit(self, session: Any) -> str | None:
-        trained = self._trained()
-        changed = None if self._aggregation is None else change(self._aggregation, trained)
-        return changed or session_misfit(self.settings, self.group, trained, session)
+        aggregation = self._aggregation
+        trained = self._trained() if aggregation is None else aggregation.by_name
+        return session_misfit(self.group, trained, session)
 
     def _load_own(self, session: Any) -> None:
-        if self._aggregation is not None and self._planner is not None:
-            load_session(self.settings, self._aggregation, self._planner, session)
-        else:
-            self._counters.load(session["counted"])
+        parts = self._aggregation, self._planner, self._counters
+        load_session(self.settings, self.group, *parts, session)
+        if self._aggregation is None:
             self._run.steps = self._counters.rounds
-            if any(bool(residual.any()) for residual in session["residuals"].values()):
-                warn(
-                    "the residuals of several ranks are dropped: one rank sends "
-                    "nothing, and carries nothing over"
-                )
         if self._watch is not None:
             self._watch.start_over()
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Recorder, is_sharded
-from gossipgrad.compression import VALUE_DTYPES
+from gossipgrad.compression import VALUE_DTYPES, check_density
 from gossipgrad.engine import Mode, RoundSettings, Sync
 from gossipgrad.planning import Plan
-from gossipgrad.sparsification._density import Density, describe_density
+from gossipgrad.sparsification._density import Density, Warmup
 from gossipgrad.sparsification._merged import DENSE_DTYPES
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "check_momentum",
     "check_parameters",
     "check_plan_fits",
-    "check_selection",
     "in_order_of",
 ]
 
@@ -47,6 +46,7 @@ class Settings(RoundSettings):
     methods: Sequence[str]
     value_dtype: torch.dtype | None
     momentum_correction: float | int | None
+    clip_norm: float | int | None
 
     def __post_init__(self) -> None:
         plan, methods, momentum = self.plan, self.methods, self.momentum_correction
@@ -56,7 +56,16 @@ class Settings(RoundSettings):
             raise ValueError(f"there is no plan {plan!r}: it is {_plans()}")
         if isinstance(plan, int) and plan < 1:
             raise ValueError(f"plan={plan} is a threshold in bytes, which is at least 1")
-        check_selection(self.select, self.value_dtype)
+        if not isinstance(self.density, Warmup):
+            check_density(self.density)
+            object.__setattr__(self, "density", float(self.density))
+        if self.select not in SELECTIONS:
+            raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {self.select!r}")
+        if self.value_dtype is not None and self.value_dtype not in VALUE_DTYPES:
+            raise ValueError(
+                f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that "
+                f"of the residuals, got {self.value_dtype!r}"
+            )
         if (
             isinstance(methods, str)
             or not isinstance(methods, Sequence)
@@ -73,6 +82,10 @@ class Settings(RoundSettings):
                 f"momentum_correction is {momentum!r}: it is the momentum itself, from 0 to below "
                 "1, such as 0.9, or None for none"
             )
+        if self.clip_norm is not None and not (_is_real(self.clip_norm) and self.clip_norm > 0):
+            raise ValueError(
+                f"clip_norm is {self.clip_norm!r}: it is a norm above 0, or None for no clipping"
+            )
         object.__setattr__(self, "methods", tuple(methods))
         if momentum is not None:
             object.__setattr__(self, "momentum_correction", float(momentum))
@@ -85,24 +98,14 @@ class Settings(RoundSettings):
     def describe(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return {
-            "density": describe_density(self.density),
+            "density": repr(self.density),
             "plan": self.plan,
             "select": self.select,
             "methods": self.methods,
             "value_dtype": self.value_dtype,
             "momentum_correction": self.momentum_correction,
+            "clip_norm": self.clip_norm,
         }
-
-
-def check_selection(select: object, value_dtype: object) -> None:
-    """Raise `ValueError` for an invalid selection or value type."""
-    if select not in SELECTIONS:
-        raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {select!r}")
-    if value_dtype is not None and value_dtype not in VALUE_DTYPES:
-        raise ValueError(
-            f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that of "
-            f"the residuals, got {value_dtype!r}"
-        )
 
 
 def check_listeners(scaler: object, recorder: object) -> None:

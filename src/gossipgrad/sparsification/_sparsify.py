@@ -1,7 +1,6 @@
 """The function `sparsify`: resolves its arguments to settings, and starts a session."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,13 +10,12 @@ from torch.optim import Optimizer
 
 from gossipgrad import topology
 from gossipgrad._messages import warn
-from gossipgrad.comm import Group, Recorder, resolve_group, resolve_optimizers, trained_parameters
+from gossipgrad.comm import Group, Recorder, resolve_group, resolve_optimizers
 from gossipgrad.engine import Replica, check_replica
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import (
     DEFAULT_DENSITY,
     Density,
-    resolve_density,
     warn_of_loss,
 )
 from gossipgrad.sparsification._session import SparseSession
@@ -40,11 +38,11 @@ def sparsify(
     methods: Sequence[str] = ("sparse", "dense"),
     value_dtype: torch.dtype | None = None,
     momentum_correction: float | None = None,
+    clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     recorder: Recorder | None = None,
-    **removed: Any,
 ) -> SparseSession:
     """Train `model` with sparse gradients: from now on every backward pass aggregates them.
 
@@ -82,13 +80,9 @@ def sparsify(
         optimizer: The optimizer, or several that step together. One that steps separately, as in a
             GAN, needs a separate session, and the passes of the others run inside its `no_sync()`:
             a round covers all parameters of the session, whatever the loss.
-        density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as a `gg.sparsification.Warmup`, which is the default: everything for
-            250 steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. A function depends
-            only on the step and is evaluated on rank 0, for all ranks and up to a hundred steps
-            ahead. Or shares by name, of which the first that fits counts; with `select="per_group"`
-            they add up to the share of a group. A group goes dense while that is fewer bytes: at a
-            share of 0.25 from 8 ranks on.
+        density: The share of coordinates that is sent, above 0 and at most 1, or a
+            `gg.sparsification.Warmup`. By default everything for 250 steps, then 0.25, 0.0625 and
+            0.015625 for as many, then 0.01. A group goes dense while that is fewer bytes.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a
@@ -99,9 +93,14 @@ def sparsify(
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
         value_dtype: Type of values in sparse messages, such as `torch.bfloat16`; rounding errors
-            are carried over. None: float32, or float64 for float64 gradients.
+            stay in the residual. None: float32, or float64 for float64 gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
             as 0.9; the optimizer's momentum must then be 0. With one rank it has no effect, with a
+            warning.
+        clip_norm: The norm of the mean gradient that is to be clipped by each rank, before it adds
+            its gradient to the residual (local gradient clipping of Deep Gradient Compression): to
+            this times the root of the number of ranks. Clip the mean no more. The norm is known
+            when backward ends, so nothing is sent before. With one rank it has no effect, with a
             warning.
         scaler: The `torch.amp.GradScaler` that scales the loss, if one does: residuals are kept in
             its units. The last pass of each step must then be outside `no_sync()`, and all before
@@ -109,7 +108,6 @@ def sparsify(
         process_group: The ranks that take part; by default all. Nothing is sent on it. The session
             owns a `gg.Group` passed here, and closes it.
         mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`.
-        **removed: Arguments of earlier versions, each with an error that says what to use instead.
         recorder: Gets spans of time, for example a `gossipgrad.report.Trace`.
 
     Returns:
@@ -117,7 +115,7 @@ def sparsify(
 
     Raises:
         ValueError: For invalid settings, or if a parameter is in another open session of
-            `sparsify`, `gossip` or `CommHook` whose optimizer is alive.
+            `sparsify` or `gossip` whose optimizer is alive.
         AgreementError: If the ranks differ in names, shapes, dtypes or settings.
         GossipError: If a rank dies.
 
@@ -136,7 +134,6 @@ def sparsify(
         Sparsification on GPUs, INFOCOM 2020. Deviations are numbered in
         `gossipgrad.sparsification._reference`.
     """
-    _check_removed(removed)
     optimizers = resolve_optimizers(optimizer)
     check_replica(
         model,
@@ -149,39 +146,28 @@ def sparsify(
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
         check_listeners(scaler, recorder)
-        trained = trained_parameters(model, optimizers)
         settings = Settings(
             schedule=topology.complete(group.world_size),
-            density=resolve_density(density, list(trained)),
+            density=density,
             plan=plan,
             select=select,
             methods=methods,
             value_dtype=value_dtype,
             momentum_correction=momentum_correction,
+            clip_norm=clip_norm,
         )
         check_momentum(optimizers, settings.momentum_correction)
         if group.world_size > 1 and "sparse" in settings.methods:
             warn_of_loss(settings.density)
-        if momentum_correction and group.world_size == 1:
+        if group.world_size == 1 and momentum_correction:
             warn(
                 f"momentum_correction={momentum_correction} does nothing with one rank: the "
                 "optimizer steps without momentum. Give it one, and leave momentum_correction out"
             )
+        if group.world_size == 1 and clip_norm:
+            warn(f"clip_norm={clip_norm} does nothing with one rank: use clip_grad_norm_")
         replica = Replica(model, optimizers, door=SparseSession.door)
         return SparseSession(replica, settings, group=group, scaler=scaler, recorder=recorder)
     except BaseException:
         group.close()
         raise
-
-
-def _check_removed(given: dict[str, Any]) -> None:
-    """Raise for removed or unknown arguments."""
-    if "replan" in given:
-        raise ValueError(
-            "the argument replan was removed: plans are measured once, in the first steps, and "
-            "compared once with dense gradients. Leave it out, and call session.replan() on all "
-            "ranks when the network or the density has changed for good; plan=session.plan keeps "
-            "one plan as it stands"
-        )
-    if given:
-        raise TypeError(f"sparsify() got an unexpected keyword argument {next(iter(given))!r}")

@@ -4,8 +4,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 
@@ -51,13 +49,6 @@ class SparseStats:
         communicate_seconds: Time of collectives and of adding up messages, in parallel to backward.
         nonfinite_rounds: Rounds in which the gradient of some rank was NaN or infinite; not counted
             with one rank.
-        starved_tensors: Number of tensors of which this rank has sent nothing for `starved_after`
-            rounds.
-        starved_share: Share of all elements in these tensors.
-        starved_after: Rounds after which a tensor counts as starved: three times the rounds in
-            which each coordinate would be chosen once at this density, at least 100.
-        longest_wait_rounds: The most rounds that a tensor has waited since a coordinate of it was
-            sent.
         residual_ratio: Norm of the residuals divided by that of the last mean gradient; None if
             there is no mean yet with these groups, or if it is 0. Grows without bound if training
             diverges.
@@ -80,10 +71,6 @@ class SparseStats:
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
     nonfinite_rounds: int = 0
-    starved_tensors: int = 0
-    starved_share: float = 0.0
-    starved_after: int = 100
-    longest_wait_rounds: int = 0
     residual_ratio: float | None = None
     extra_memory_bytes: int = 0
     groups: tuple[GroupStats, ...] = ()
@@ -106,17 +93,12 @@ class SparseStats:
             blocked on communication for 0.00 s
         """
         sparse = sum(group.method == "sparse" for group in self.groups)
-        starved = (
-            f"\n{self.starved_tensors} tensors starved, {self.starved_share:.1%} of all elements"
-            if self.starved_tensors
-            else ""
-        )
         refused = "" if self.refused is None else f"\n{self.refused}"
         return (
             f"{len(self.groups)} groups, {sparse} of them sparse\n"
             f"sent {self.bytes_sent:,} bytes, ring all-reduce would have sent "
             f"{self.all_reduce_bytes:,}\n"
-            f"blocked on communication for {self.exposed_seconds:.2f} s{starved}{refused}"
+            f"blocked on communication for {self.exposed_seconds:.2f} s{refused}"
         )
 
 
@@ -135,20 +117,10 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
         )
         for made in aggregation.groups
     )
-    elements = sum(group.elements for group in groups)
-    chosen = sum(group.chosen for group in groups)
-    waits = torch.cat([made.rounds_without for made in aggregation.groups])
-    after = max(100, math.ceil(3 * elements / max(1, chosen)))
-    starved = waits >= after
-    sizes = torch.tensor(aggregation.sizes)
     counted: dict[str, Any] = asdict(aggregation.counters)
     del counted["scale"]
     return SparseStats(
         **counted,
-        starved_tensors=int(starved.sum()),
-        starved_share=float(sizes[starved].sum()) / max(1, elements),
-        starved_after=after,
-        longest_wait_rounds=int(waits.max()) if len(waits) else 0,
         residual_ratio=_ratio(aggregation),
         extra_memory_bytes=sum(made.memory_bytes for made in aggregation.groups),
         groups=groups,
@@ -163,8 +135,8 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
 def _ratio(aggregation: Aggregation) -> float | None:
     if aggregation.passes.began:
         return None
-    carried = math.hypot(
+    unsent = math.hypot(
         *(float(made.residual.norm()) for made in aggregation.groups if made.residual is not None)
     )
     mean = math.hypot(*(float(made.total.norm()) for made in aggregation.groups))
-    return carried / mean if mean else None
+    return unsent / mean if mean else None

@@ -39,7 +39,6 @@ class StepWatch:
         self._scaler = scaler
         self._optimizers = list(optimizers)
         self._stepped_at: dict[int, int] = {}  # by optimizer, the round of its last step
-        self._awaiting_closure: set[int] = set()  # optimizers that have not called theirs yet
         self._warned = False
         self._looked_at = -1
         self.start_over()
@@ -54,12 +53,10 @@ class StepWatch:
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Called before each step; returns the closure to use."""
         pending = self._is_pending(optimizer)
-        self._aggregation.check_steps(averaged=not pending)
+        self._aggregation.check_steps()
         self._check_known(optimizer)
         self._look_for_untrained()
         if closure is not None:
-            if pending:
-                self._awaiting_closure.add(id(optimizer))
             return self._averaging(closure, optimizer)
         if pending:
             self._run_round()
@@ -77,7 +74,6 @@ class StepWatch:
                     self._run_round()
             finally:
                 self._aggregation.is_in_closure = False
-            self._awaiting_closure.discard(id(optimizer))
             return loss
 
         return with_round
@@ -111,7 +107,7 @@ class StepWatch:
             if known and not parameter.requires_grad:
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} is frozen, and was trained when the session "
-                    "began: what is carried over of it is still sent. Call session.broadcast_() on "
+                    "began: its residual is still sent. Call session.broadcast_() on "
                     "every rank, before the backward pass, to go on without it"
                 )
             grad = parameter.grad  # zero_grad(set_to_none=False) leaves zeros
@@ -130,15 +126,6 @@ class StepWatch:
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after each step."""
         aggregation = self._aggregation
-        if id(optimizer) in self._awaiting_closure:
-            why = (
-                f"the session is over: {type(optimizer).__name__}.step() did not call the closure "
-                "that it was given, and stepped with gradients of this rank alone, so weights are "
-                "no longer equal on all ranks. Step without a closure, and start from a state that "
-                "was saved before"
-            )
-            aggregation.end(why)
-            raise GossipError(why)
         self._stepped_at[id(optimizer)] = aggregation.counters.rounds
         aggregation.steps += 1
 

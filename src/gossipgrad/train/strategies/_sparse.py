@@ -101,7 +101,7 @@ class Sparse(Lockstep):
         return {"session": self._session}
 
     def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation:
-        """Evaluate as all in lockstep do; at the end, also note what was planned and starved."""
+        """Evaluate as all in lockstep do; at the end, also note what was planned."""
         if final:
             self.notes += self._plan_notes()
         return super().evaluate(test, epoch=epoch, final=final)
@@ -138,11 +138,6 @@ class Sparse(Lockstep):
             notes.append(f"a step took, when compared: {', '.join(took)}")
         if stats.refused is not None:
             notes.append(stats.refused)
-        if stats.starved_tensors:
-            notes.append(
-                f"tensors of which nothing was sent for {stats.starved_after} steps: "
-                f"{stats.starved_tensors}, {stats.starved_share:.1%} of all elements"
-            )
         return notes
 
 

@@ -1,0 +1,244 @@
+"""Sparse messages of one group: what a rank sends, and the sums that it gets."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from gossipgrad.comm import Group
+from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._streams import Staging
+
+__all__ = ["Coordinates", "Gather", "Split", "unequal_steps"]
+
+_STEP_BYTES = 16  # at the end of every message
+_ALIGNMENT_BYTES = 8
+_DEVIATIONS = 3  # by which a part may be larger than on average
+_ODD = 0x9E3779B1  # of the golden ratio: its multiples are spread evenly
+
+Step = tuple[int, int]
+
+
+class Coordinates(NamedTuple):
+    """Some coordinates of a group, and their values."""
+
+    indices: Int[Tensor, " count"]
+    values: Float[Tensor, " count"]
+
+
+class Gather:
+    """Each rank's selection goes to all ranks, in one all-gather."""
+
+    def __init__(
+        self,
+        numel: int,
+        count: int,
+        world_size: int,
+        value_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._format = SparseFormat(numel, count, value_dtype)
+        self._world_size, self._dtype, self._device = world_size, dtype, device
+        size = self._format.size_bytes + _STEP_BYTES
+        self._message = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(size * world_size, dtype=torch.uint8, device=device)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of a round."""
+        return (self._world_size - 1) * self._message.nbytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return self._message.nbytes + self._gathered.nbytes
+
+    def pack(
+        self, indices: Int[Tensor, " count"], values: Float[Tensor, " count"], step: Step
+    ) -> tuple[Coordinates, Tensor]:
+        """Write the message; return what is sent of a selection, and with which values."""
+        _write_steps(self._message.unsqueeze(0), step)
+        sent = self._format.pack(indices, values, self._message[:-_STEP_BYTES])
+        return Coordinates(indices, values), sent
+
+    def pack_nothing(self, step: Step) -> None:
+        """Write a message of zeros."""
+        indices = torch.arange(self._format.count, device=self._device)
+        self.pack(indices, torch.zeros_like(indices, dtype=self._dtype), step)
+
+    def exchange(self, group: Group, staging: Staging) -> list[Coordinates]:
+        """Send the message; return what to add up, in this order on all ranks."""
+        messages = _gathered(group, staging, self._message, self._gathered)
+        _same_step(messages)
+        return [_unpacked(self._format, *each) for each in enumerate(messages)]
+
+
+class Split:
+    """Split and reduce: bytes do not grow with the number of ranks.
+
+    1. Each rank selects `count` coordinates, and sends each to its owner.
+    2. An owner adds up what it gets, and selects the `count / world_size` largest sums.
+    3. Its selection goes to all ranks.
+
+    So every rank sends about twice `count` coordinates; an all-gather sends `world_size - 1` times
+    `count`. What is not in the second selection stays in the residuals of those who sent it.
+
+    Coordinates are in rows of `world_size`; every rank owns one of each row, and which one is
+    turned by a hash of the row, so that no owner has a whole column of a matrix. A part has room
+    for a few more coordinates than on average; what finds no room stays in the residual, and empty
+    slots are zeros at row 0.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        count: int,
+        world_size: int,
+        value_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._world_size, self._value_dtype, self._dtype = world_size, value_dtype, dtype
+        self._rows = -(-numel // world_size)  # the last one may be short
+        average = count / world_size
+        self._room = min(self._rows, math.ceil(average + _DEVIATIONS * math.sqrt(average)))
+        self._values_bytes = _aligned(self._room * value_dtype.itemsize)
+        self._sums = SparseFormat(
+            self._rows, min(self._rows, max(1, count // world_size)), value_dtype
+        )
+        part_bytes = self._values_bytes + _aligned(4 * self._room) + _STEP_BYTES
+        self._parts = torch.zeros(world_size, part_bytes, dtype=torch.uint8, device=device)
+        self._received = torch.empty_like(self._parts)
+        size = self._sums.size_bytes + _STEP_BYTES
+        self._message = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._gathered = torch.empty(size * world_size, dtype=torch.uint8, device=device)
+        self.rounding: Coordinates | None = None
+        """What the wire has rounded away of this rank's sums."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of a round."""
+        return (self._world_size - 1) * (self._parts[0].nbytes + self._message.nbytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its buffers."""
+        buffers = self._parts, self._received, self._message, self._gathered
+        return sum(each.nbytes for each in buffers)
+
+    def pack(
+        self, indices: Int[Tensor, " count"], values: Float[Tensor, " count"], step: Step
+    ) -> tuple[Coordinates, Tensor]:
+        """Write the parts; return what is sent of a selection, and with which values."""
+        self.pack_nothing(step)
+        sent = _narrowed(values, self._value_dtype)
+        rows = indices // self._world_size
+        by_owner = ((indices + _turn(rows)) % self._world_size).to(torch.int16).sort(stable=True)
+        owners = by_owner.values.to(torch.int64)
+        sizes = torch.bincount(owners, minlength=self._world_size)
+        slots = torch.arange(len(owners), device=owners.device) - (sizes.cumsum(0) - sizes)[owners]
+        fits = slots < self._room
+        part_values, part_rows = self._views(self._parts)
+        order, to = by_owner.indices[fits], (owners[fits], slots[fits])
+        part_values[to] = sent[order]
+        part_rows[to] = rows[order].to(torch.int32)
+        has_slot = torch.zeros_like(fits).index_fill_(0, order, True)
+        return Coordinates(indices[has_slot], values[has_slot]), sent[has_slot]
+
+    def pack_nothing(self, step: Step) -> None:
+        """Write parts of zeros."""
+        self._parts.zero_()
+        _write_steps(self._parts, step)
+
+    def exchange(self, group: Group, staging: Staging) -> list[Coordinates]:
+        """Send the parts and the sums; return what to add up, in this order on all ranks."""
+        host = staging.to_host(self._parts)
+        received = self._received if host is self._parts else torch.empty_like(host)
+        # `Group` has no method for it.
+        group._run(lambda gloo: gloo.alltoall_base(received.view(-1), host.view(-1), [], []))
+        parts = staging.from_host(received, self._received)
+        step = _same_step(parts)
+        total = torch.zeros(self._rows, dtype=self._dtype, device=parts.device)
+        for rank, (values, rows) in enumerate(zip(*self._views(parts), strict=True)):
+            if int(rows.min()) < 0 or int(rows.max()) >= self._rows:
+                raise GossipError(f"rank {rank} sent rows that are not there: no part of this run")
+            total.index_add_(0, rows.to(torch.int64), values.to(self._dtype))
+        rows = top_k(total, self._sums.count)
+        sums = total[rows]
+        _write_steps(self._message.unsqueeze(0), step)
+        sent = self._sums.pack(rows, sums, self._message[:-_STEP_BYTES])
+        if self._value_dtype.itemsize < self._dtype.itemsize:
+            lost = torch.where(sent == 0, 0, sums - sent.to(self._dtype))  # 0 counts as left out
+            self.rounding = Coordinates(self._coordinates(group.rank, rows), lost)
+        messages = _gathered(group, staging, self._message, self._gathered)
+        found = [_unpacked(self._sums, *each) for each in enumerate(messages)]
+        return [
+            Coordinates(self._coordinates(owner, rows), values)
+            for owner, (rows, values) in enumerate(found)
+        ]
+
+    def _coordinates(self, owner: int, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Return an owner's coordinates in these rows; a short row lacks some."""
+        return rows * self._world_size + (owner - _turn(rows)) % self._world_size
+
+    def _views(self, parts: UInt8[Tensor, "world size"]) -> tuple[Tensor, Tensor]:
+        values = parts[:, : self._room * self._value_dtype.itemsize].view(self._value_dtype)
+        rows = parts[:, self._values_bytes : self._values_bytes + 4 * self._room].view(torch.int32)
+        return values, rows
+
+
+def _same_step(messages: UInt8[Tensor, "world size"]) -> Step:
+    """Return the step of all messages; raise `GossipError` if they are of several."""
+    steps = messages[:, -_STEP_BYTES:].view(torch.int64).tolist()
+    if any(step != steps[0] for step in steps):
+        raise GossipError(unequal_steps(f" (steps so far, by rank: {[step[0] for step in steps]})"))
+    return steps[0][0], steps[0][1]
+
+
+def unequal_steps(of_ranks: str = "") -> str:
+    """Return the message of a round of ranks in different steps."""
+    return (
+        f"the ranks are in different steps in one round{of_ranks}, or evaluate a closure at "
+        "different weights: replicas would drift apart. Make the same passes and steps on every "
+        "rank, and average the loss that a closure returns over ranks"
+    )
+
+
+def _gathered(
+    group: Group, staging: Staging, message: UInt8[Tensor, " n"], out: UInt8[Tensor, " all"]
+) -> UInt8[Tensor, "world n"]:
+    """Return the messages of all ranks, where the group's gradients are."""
+    host = staging.to_host(message)
+    received = out if host is message else torch.empty_like(out, device="cpu")
+    group.all_gather_into_(received, host)
+    return staging.from_host(received, out).view(-1, len(message))
+
+
+def _unpacked(form: SparseFormat, rank: int, message: UInt8[Tensor, " n"]) -> Coordinates:
+    try:
+        return Coordinates(*form.unpack(message[:-_STEP_BYTES]))
+    except ValueError as error:
+        raise GossipError(f"rank {rank} sent what is no message: {error}") from error
+
+
+def _write_steps(messages: UInt8[Tensor, "world size"], step: Step) -> None:
+    messages[:, -_STEP_BYTES:].view(torch.int64)[:] = torch.tensor(step, device=messages.device)
+
+
+def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to a type; what is finite stays finite."""
+    largest = torch.finfo(dtype).max
+    narrow = values.to(dtype)
+    return torch.where(values.isfinite(), narrow.clamp(-largest, largest), narrow)
+
+
+def _turn(rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    return ((rows * _ODD) & 0xFFFFFFFF) >> 8
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
