@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -98,17 +99,129 @@ def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
     assert of_gpt["characters.weight"] == "adamw"
 
 
-def test_a_stack_of_matrices_that_is_updated_as_one_is_warned_of():
-    model = model_of()
+def update_of(model, gradient, name="weight", **options):
+    """What one step at rate 1 subtracts from the model's only trained parameter."""
+    optimizer = gg.Muon(model, 1.0, **{"polar": "svd", "nesterov": False, **options})
+    parameter = dict(model.named_parameters())[name]
+    before = parameter.detach().clone()
+    parameter.grad = gradient
+    optimizer.step()
+    return before - parameter.detach()
+
+
+def exact(matrix):
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    outputs, inputs = matrix.shape
+    return u @ vh * max(1, outputs / inputs) ** 0.5
+
+
+def test_each_expert_of_a_stack_is_polarised_by_itself():
+    model = nn.Module()
     model.experts = nn.Parameter(torch.zeros(4, 6, 5))
-    assert roles(gg.Muon(model))["experts"] == "adamw"
-    with pytest.warns(UserWarning, match="experts.*4 x 30"):
-        gg.Muon(model, muon=["experts"])
+    model.others = nn.Parameter(torch.zeros(4, 6, 5))
+    assert roles(gg.Muon(model)) == {"experts": "muon", "others": "adamw"}
+    gradient = torch.randn(4, 6, 5)
+    for name, options in (("experts", {}), ("others", {"muon": ["others"]})):
+        update = update_of(model, gradient, name, **options)
+        torch.testing.assert_close(update, torch.stack([exact(one) for one in gradient]))
+
+
+class Conv1D(nn.Module):
+    """Of the library transformers: inputs x outputs."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(nx, nf))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "matrices", "joined"),
+    [
+        (lambda: nn.Linear(5, 12), {"split": {"weight": 3}}, lambda g: g.chunk(3), torch.cat),
+        (
+            lambda: nn.Linear(5, 12),
+            {"split": {"weight": (8, 4)}},
+            lambda g: g.split((8, 4)),
+            torch.cat,
+        ),
+        (lambda: Conv1D(12, 5), {}, lambda g: [g.T], lambda each: each[0].T),
+        (
+            lambda: Conv1D(12, 5),
+            {"split": {"w*": 2}},
+            lambda g: g.T.chunk(2),
+            lambda each: torch.cat(each).T,
+        ),
+        (
+            lambda: nn.Conv2d(4, 6, 3, groups=2),
+            {},
+            lambda g: [each.flatten(1) for each in g.chunk(2)],
+            lambda each: torch.cat(each).view(6, 2, 3, 3),
+        ),
+        (
+            lambda: nn.ConvTranspose1d(4, 6, 3, groups=2),
+            {},
+            lambda g: [each.transpose(0, 1).flatten(1) for each in g.chunk(2)],
+            lambda each: torch.cat([one.view(3, 2, 3).transpose(0, 1) for one in each]),
+        ),
+        (lambda: nn.LSTMCell(5, 4), {}, lambda g: g.chunk(4), torch.cat),
+        (lambda: nn.MultiheadAttention(4, 2), {}, lambda g: g.chunk(3), torch.cat),
+    ],
+    ids=["qkv", "sizes", "Conv1D", "split Conv1D", "groups", "transposed", "gates", "attention"],
+)
+def test_layers_say_what_their_matrices_are(make, options, matrices, joined):
+    torch.manual_seed(0)
+    model = make()
+    name = next(name for name, p in model.named_parameters() if p.ndim > 1)
+    gradient = torch.randn(dict(model.named_parameters())[name].shape)
+    expected = joined([exact(matrix) for matrix in matrices(gradient)])
+    torch.testing.assert_close(update_of(model, gradient, name, **options), expected)
+
+
+@pytest.mark.parametrize("polar", ["muon", "polar-express", "svd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scale_of_gradients_does_not_matter(polar, dtype):
+    torch.manual_seed(0)
+    gradient = torch.randn(24, 40)
+    expected, *found = (
+        update_of(nn.Linear(40, 24, dtype=dtype), (gradient * scale).to(dtype), polar=polar)
+        for scale in (1, 1e-30, 1e-20, 1e-9, 1e9, 1e20, 1e30)
+    )
+    assert expected.norm() > 3
+    for update in found:
+        assert (update - expected).norm() < 0.02 * expected.norm()
+
+
+def test_tensors_without_names_are_warned_of_and_names_are_read():
+    model = Model()
+    with pytest.warns(UserWarning, match="embeddings and heads"):
+        gg.Muon(model.parameters())
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gg.Muon(matrices)
+        found = roles(gg.Muon(model.named_parameters()))
+    assert found["embed.weight"] == found["head.weight"] == "adamw"
+    assert found["blocks.1.up.weight"] == "muon"
+
+
+@pytest.mark.parametrize("adamw", [[], ["*"]])
+def test_maximize_is_a_step_along_the_gradient(adamw):
+    up, down = model_of(), model_of()
+    optimizers = gg.Muon(up, maximize=True, adamw=adamw), gg.Muon(down, adamw=adamw)
+    for step in range(3):
+        for model, sign, optimizer in zip((up, down), (1, -1), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, step)
+            for p in model.parameters():
+                p.grad *= sign
+            optimizer.step()
+    assert all(map(torch.equal, up.parameters(), down.parameters()))
 
 
 def test_groups_and_plain_tensors_as_torch_takes_them():
     model = model_of()
-    whole = gg.Muon(list(model.parameters()))
+    with pytest.warns(UserWarning, match="names"):
+        whole = gg.Muon(list(model.parameters()))
     assert [group["role"] for group in whole.param_groups] == ["muon", "adamw"]
     assert len(whole.param_groups[0]["params"]) == 3
     grouped = gg.Muon([{"params": model[0].parameters(), "lr": 0.5, "role": "adamw"}])
@@ -134,6 +247,9 @@ def test_groups_and_plain_tensors_as_torch_takes_them():
         {"muon": ["0.bias"]},
         {"muon": ["0.weight"], "adamw": ["0.*"]},
         {"adamw": "0.weight"},
+        {"split": {"nowhere": 3}},
+        {"split": {"0.weight": 5}},
+        {"split": {"0.weight": (6, 5)}},
     ],
 )
 def test_what_cannot_be_is_refused(options):

@@ -51,6 +51,27 @@ def test_zero_has_the_factor_zero_and_nothing_is_written(name):
     assert all(f.data_ptr() != m.data_ptr() for f, m in zip([zero], held, strict=False))
 
 
+def test_large_matrices_equal_the_published_iteration():
+    """They are multiplied by their Gram matrix, in blocks."""
+    shapes = [(390, 400), (130, 650), (500, 390), (200, 200)]
+    for name in ("muon", "deepseek"):
+        found = polarise(matrices(torch.float32, shapes), POLARS[name])
+        for matrix, factor in zip(matrices(torch.float32, shapes), found, strict=True):
+            expected = one_by_one(matrix, POLARS[name])
+            assert (factor.double() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("name", POLARS)
+def test_a_stack_equals_its_matrices(name):
+    tall = torch.randn(2, 3, 9, 4, generator=torch.Generator().manual_seed(0))
+    wide = tall[0, 0].T.contiguous()
+    whole, alone = polarise([tall, wide], POLARS[name])
+    assert whole.shape == tall.shape
+    for found, matrix in zip(whole.flatten(0, 1), tall.flatten(0, 1), strict=True):
+        torch.testing.assert_close(found, polarise([matrix], POLARS[name])[0])
+    torch.testing.assert_close(alone, whole[0, 0].T)
+
+
 @pytest.mark.parametrize("polar", ["newton", [(1.0, 2.0)]])
 def test_unknown_steps_are_refused(polar):
     with pytest.raises(ValueError, match="polar"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import is_sharded, local
+from gossipgrad.muon._layouts import PLAIN, Split, layouts_of, matrices_of, tensor_of
 from gossipgrad.muon._polar import polarise, resolve_polar
 from gossipgrad.optim import MatrixOptimizer, Parameters
 
@@ -33,27 +34,30 @@ class Muon(MatrixOptimizer):
         M \leftarrow b M + G, \quad
         X \leftarrow X - \text{lr} (\text{scale} \cdot P(b M + G) + \text{weight\_decay} \cdot X)
 
-    with $P(M)$ where `nesterov` is False. Convolution kernels are flattened to one row per output.
-    Matrices of equal shapes are polarised together. State is in fp32 (float64 for float64
-    parameters), whatever the type of parameters. A DTensor (FSDP2) is gathered before it is
+    with $P(M)$ where `nesterov` is False. $P$ does not depend on the scale of gradients. Kernels of
+    convolutions are flattened to one row per output, in each group; other leading dimensions are a
+    stack of matrices, each polarised by itself, as are the three projections in
+    `nn.MultiheadAttention` and the gates of recurrent layers. Matrices of equal shapes are
+    polarised together. State is in fp32 (float64 for float64 parameters), whatever the type of
+    parameters. A DTensor (FSDP2) is gathered before it is
     polarised, and each rank keeps its shard: every rank of the mesh computes the whole.
 
     `repr(optimizer)` lists the parameters of each role. There is one group per role:
     `param_groups[0]` has the matrices and `param_groups[1]` the rest, if there are both.
 
     Args:
-        params: The model, whose parameters are chosen by `muon` and `adamw`, the type of their
-            module, and their shape (see Note). Or the usual tensors, `(name, tensor)` pairs or
-            groups, of which matrices are polarised, except in groups with a `"role"`, `"muon"` or
-            `"adamw"`.
+        params: The model, whose parameters are chosen by `muon` and `adamw`, and by what their
+            layer does (see Note). Or the usual tensors, `(name, tensor)` pairs or groups, of which
+            matrices are polarised that are not named as embeddings or heads, except in groups with
+            a `"role"`, `"muon"` or `"adamw"`.
         lr: Learning rate of matrices.
         momentum: $b$, 0 to below 1.
         nesterov: Whether to use Nesterov momentum.
         momentum_form: `"sum"`, $b M + G$ from zero; or `"ema"`, the SUDA-Muon paper's
             $b M + (1 - b) G$ from the first gradient. A polar factor has no scale, so the two
             differ only in how much the first gradient counts.
-        scale: `"original"`, $\sqrt{\max(1, rows / columns)}$; or `"match_rms_adamw"`,
-            $0.2 \sqrt{\max(rows, columns)}$, for learning rates like AdamW's.
+        scale: `"original"`, $\sqrt{\max(1, outputs / inputs)}$; or `"match_rms_adamw"`,
+            $0.2 \sqrt{\max(outputs, inputs)}$, for learning rates like AdamW's.
         weight_decay: Decoupled weight decay of all parameters.
         polar: The polarisation: `"muon"`, `"polar-express"`, `"cans"`, `"deepseek"`, `"svd"`, or a
             sequence of coefficients, one triple per step.
@@ -63,17 +67,23 @@ class Muon(MatrixOptimizer):
         eps: AdamW's eps.
         muon: Patterns of names that are always polarised.
         adamw: Patterns of names that AdamW always updates.
+        split: Number, or sizes, of the parts of fused outputs, each of which is polarised by
+            itself; by patterns of names of parameters or of their modules: `{"qkv": 3}`, or
+            `{"q_proj": heads}` for one part per head.
+        maximize: Whether to go along the gradients instead of against them.
 
     Raises:
         ValueError: If a number is out of range, no parameter has a name, or there is nothing to
             train.
 
     Note:
-        AdamW updates vectors and scalars, the weights of `nn.Embedding`, the last `nn.Linear`, and
-        tensors of more than two dimensions that belong to no convolution. The last `nn.Linear` is
-        polarised if the model has no other matrix, or if it belongs to the last of several equal
-        blocks (`blocks.3.out` after `blocks.2.out`). A head that is not the last linear layer, or
-        an embedding of a custom type, has to be named: `Muon(model, adamw=["lm_head.weight"])`.
+        Polarised are the weights of linear and recurrent layers, kernels of convolutions between
+        channels, 3-D parameters of experts, and a module's own 2-D parameters. AdamW updates
+        vectors (also of shape (n, 1)), embeddings, parameters of norms, gains of weight norm,
+        depthwise kernels, routers, the head, and what is named like `A_log`, `time_mix` or
+        `position`. A head is named so outside of blocks (`lm_head`, `classifier`, `conv_out`), or
+        is the last linear layer or convolution and in no block. `repr(optimizer)` shows what was
+        found. Another head has to be named: `Muon(model, adamw=["project.weight"])`.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -96,6 +106,8 @@ class Muon(MatrixOptimizer):
     """
 
     role = "muon"
+    squares_matrices = False
+    with_stacks = True
     track: ClassVar[Track | None] = None
     """Called in `step()` with the parameters that have gradients and the source of each update: for
     a matrix the tensor to polarise, else the gradient, in fp32, by local shards. Returns the
@@ -119,6 +131,8 @@ class Muon(MatrixOptimizer):
         eps: float = 1e-8,
         muon: Sequence[str] = (),
         adamw: Sequence[str] = (),
+        split: Split | None = None,
+        maximize: bool = False,
     ) -> None:
         if adamw_lr is None:
             adamw_lr = lr if scale == "match_rms_adamw" else _ADAMW_LR
@@ -132,13 +146,28 @@ class Muon(MatrixOptimizer):
                 "scale": scale,
                 "polar": resolve_polar(polar),
                 "polar_dtype": polar_dtype and str(polar_dtype),
+                "maximize": maximize,
             },
-            adamw_settings={"lr": adamw_lr, "betas": betas, "eps": eps},
+            adamw_settings={"lr": adamw_lr, "betas": betas, "eps": eps, "maximize": maximize},
             weight_decay=weight_decay,
             matrices=muon,
             adamw=adamw,
             argument="muon",
         )
+        if isinstance(params, nn.Module):
+            layouts = layouts_of(params, split or {})
+            for group in self.param_groups:
+                if group["role"] == self.role:
+                    group["layouts"] = [layouts[name] for name in group["param_names"]]
+        elif split:
+            raise ValueError("split= names parameters of a model: pass the model itself")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `MatrixOptimizer`; leading dimensions of tensors are stacks of matrices."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["role"] == self.role:
+            group.setdefault("layouts", [PLAIN] * len(group["params"]))
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for matrix settings out of range."""
@@ -175,7 +204,7 @@ class Muon(MatrixOptimizer):
         sources = [
             self._momentum(group, parameters)
             if group["role"] == self.role
-            else self.gradients(parameters)
+            else self._gradients(group, parameters)
             for group, parameters in zip(self.param_groups, held, strict=True)
         ]
         if self.track is not None:
@@ -189,12 +218,18 @@ class Muon(MatrixOptimizer):
                 update(group, parameters, source)
         return loss
 
+    def _gradients(
+        self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor]:
+        gradients = self.gradients(parameters)
+        return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
+
     def _momentum(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Update the momentum; return the local shards to polarise, which must not be written."""
         if not parameters:
             return []
         b, is_ema = group["momentum"], group["momentum_form"] == "ema"
-        gradients = self.gradients(parameters)
+        gradients = self._gradients(group, parameters)
         buffers = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
@@ -220,14 +255,23 @@ class Muon(MatrixOptimizer):
         parameters: Sequence[nn.Parameter],
         sources: Sequence[Tensor],
     ) -> None:
-        matrices = [
-            _whole(p, source).flatten(1) for p, source in zip(parameters, sources, strict=True)
+        kinds = dict(zip(map(id, group["params"]), group["layouts"], strict=True))
+        layouts = [kinds[id(p)] for p in parameters]
+        stacks = [
+            matrices_of(_whole(p, source), layout)
+            for p, source, layout in zip(parameters, sources, layouts, strict=True)
         ]
-        factors = polarise(matrices, group["polar"], _DTYPES.get(group["polar_dtype"]))
+        dtype = _DTYPES.get(group["polar_dtype"])
+        factors = iter(polarise([m for each in stacks for m in each], group["polar"], dtype))
         lr, scale = float(group["lr"]), _SCALES[group["scale"]]
-        for p, factor in zip(parameters, factors, strict=True):
-            update = _part(p, factor.reshape(p.shape))
-            self.subtract(local(p), update, lr * scale(*factor.shape), lr * group["weight_decay"])
+        for p, stack, layout in zip(parameters, stacks, layouts, strict=True):
+            scales = [scale(*matrix.shape[-2:]) for matrix in stack]
+            parts = [next(factors) for _ in stack]
+            for part, each in zip(parts, scales, strict=True):
+                if each != scales[0]:  # parts of unequal sizes
+                    part.mul_(each / scales[0])
+            update = _part(p, tensor_of(parts, layout, p.shape))
+            self.subtract(local(p), update, lr * scales[0], lr * group["weight_decay"])
 
 
 def _whole(parameter: nn.Parameter, source: Tensor) -> Tensor:

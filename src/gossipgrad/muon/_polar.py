@@ -1,12 +1,13 @@
 """The polar factor `U V^T` of matrices `U S V^T`, by Newton-Schulz iterations or exactly."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["POLARS", "Polar", "flops", "polarise", "resolve_polar"]
+__all__ = ["POLARS", "Polar", "polarise", "product_dtype", "resolve_polar"]
 
 Coefficients = tuple[float, float, float]
 Polar = tuple[Coefficients, ...]
@@ -47,7 +48,9 @@ References:
 """
 
 _MOST_ELEMENTS = 2**26  # of one stack: 256 MiB in fp32, three times that while it is multiplied
-_TINY = 1e-7
+_TINY = torch.finfo(torch.float32).tiny
+_BLOCK_ROWS = 192  # of a symmetric product: smaller ones cost more for each operation
+_LEAST_ROWS = 128  # smaller matrices are faster together than by fewer operations
 _SAME_GRAM = 5  # steps on one Gram matrix: after more, its rounding outgrows small singular values
 
 
@@ -72,92 +75,126 @@ def resolve_polar(polar: str | Sequence[Sequence[float]]) -> Polar:
 
 @torch.no_grad()
 def polarise(
-    matrices: Sequence[Float[Tensor, "_ _"]], polar: Polar, dtype: torch.dtype | None = None
-) -> list[Float[Tensor, "_ _"]]:
+    matrices: Sequence[Float[Tensor, "... _ _"]], polar: Polar, dtype: torch.dtype | None = None
+) -> list[Float[Tensor, "... _ _"]]:
     """Return the polar factor of each matrix; zeros for a zero matrix. Inputs are not changed.
 
-    Equal shapes are multiplied together as one 3-D product; a tall matrix counts as a wide one.
+    The scale of a matrix does not matter. Equal shapes are multiplied together as one 3-D product;
+    a tall matrix counts as a wide one.
 
     Args:
-        matrices: Matrices of any shapes, on any devices.
+        matrices: Matrices of any shapes or stacks of them, on any devices.
         polar: The steps; empty: singular values, in at least fp32.
         dtype: Type of the products. None: bf16 on CUDA, else the matrices' own, at least fp32.
 
     Returns:
         New tensors in that type, in the order of the matrices.
     """
-    stacks: dict[tuple[object, ...], list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        m, n = sorted(matrix.shape)
-        stacks.setdefault((m, n, matrix.device, matrix.dtype), []).append(place)
-    factors: list[Tensor | None] = [None] * len(matrices)
-    for places in stacks.values():
-        one = matrices[places[0]]
-        together = max(1, _MOST_ELEMENTS // max(1, one.numel()))
-        for begin in range(0, len(places), together):
-            some = places[begin : begin + together]
-            stack = _stacked([matrices[place] for place in some], polar, dtype)
-            stack = _newton_schulz(stack, polar) if polar else _by_singular_values(stack)
-            for place, factor in zip(some, stack, strict=True):
-                factors[place] = factor.T if _is_tall(matrices[place]) else factor
-    return [factor for factor in factors if factor is not None]
+    alike: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
+    for index, tensor in enumerate(matrices):
+        m, n = sorted(tensor.shape[-2:])
+        stack = tensor.reshape(-1, *tensor.shape[-2:])
+        wide = stack if stack.shape[1] == m else stack.mT
+        for piece in wide.split(max(1, _MOST_ELEMENTS // max(1, m * n))):
+            alike.setdefault((m, n, tensor.device, tensor.dtype), []).append((index, piece))
+    factors: list[list[Tensor]] = [[] for _ in matrices]
+    for pieces in alike.values():
+        ends = itertools.accumulate(piece.numel() for _, piece in pieces)
+        numbered = zip(pieces, (end // _MOST_ELEMENTS for end in ends), strict=True)
+        for _, some in itertools.groupby(numbered, key=lambda pair: pair[1]):
+            now = [piece for piece, _ in some]
+            found = _polarise_stack([piece for _, piece in now], polar, dtype)
+            for (index, _), factor in zip(now, found, strict=True):
+                factors[index].append(factor)
+    return [
+        _as_before(found[0] if len(found) == 1 else torch.cat(found), tensor)
+        for found, tensor in zip(factors, matrices, strict=True)
+    ]
 
 
-def flops(m: int, n: int, polar: Polar) -> tuple[int, int]:
-    """Return the operations of the steps on one matrix: as usual, and as done here in fp32."""
-    m, n = sorted((m, n))
-    usual = len(polar) * (4 * m * m * n + 2 * m**3)
-    here = 0
-    for begin in range(0, len(polar), _SAME_GRAM):
-        count = len(polar[begin : begin + _SAME_GRAM])
-        here += 4 * m * m * n + (8 * count - 6) * m**3
-    return usual, min(usual, here)
+def product_dtype(matrix: Tensor, polar: Polar, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type of the products, and of the factor."""
+    if dtype is not None and polar:
+        return dtype
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    return torch.bfloat16 if matrix.is_cuda and polar else wide
 
 
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[0] > matrix.shape[1]
+def _as_before(stack: Tensor, like: Tensor) -> Tensor:
+    """Return a stack of wide matrices in the shape of the input."""
+    is_tall = like.shape[-2] > like.shape[-1]
+    return (stack.mT if is_tall else stack).reshape(like.shape)
 
 
-def _stacked(matrices: Sequence[Tensor], polar: Polar, dtype: torch.dtype | None) -> Tensor:
-    """Return a new stack of wide matrices, each divided by its Frobenius norm."""
-    one = matrices[0]
-    wide = torch.promote_types(one.dtype, torch.float32)
-    if dtype is None or not polar:
-        dtype = torch.bfloat16 if one.is_cuda and polar else wide
-    m, n = sorted(one.shape)
-    stack = torch.empty(len(matrices), m, n, dtype=wide, device=one.device)
-    for into, matrix in zip(stack, matrices, strict=True):
-        into.copy_(matrix.T if _is_tall(matrix) else matrix)
+def _polarise_stack(
+    pieces: Sequence[Float[Tensor, "_ m n"]], polar: Polar, dtype: torch.dtype | None
+) -> Sequence[Tensor]:
+    """Return the factors of stacks of equal wide matrices."""
+    one = pieces[0]
+    wide, dtype = torch.promote_types(one.dtype, torch.float32), product_dtype(one, polar, dtype)
+    counts, (m, n) = [len(piece) for piece in pieces], one.shape[1:]
+    if not sum(counts) * m * n:
+        return [torch.zeros_like(piece, dtype=dtype) for piece in pieces]
+    stack = torch.empty(sum(counts), m, n, dtype=wide, device=one.device)
+    for into, piece in zip(stack.split(counts), pieces, strict=True):
+        into.copy_(piece)
+    # By the largest element first: squares of huge and tiny ones are no numbers of fp32.
+    largest = torch.linalg.vector_norm(stack, float("inf"), dim=(1, 2), keepdim=True)
+    stack.div_(largest.clamp_(min=_TINY))
+    if not polar:
+        return _by_singular_values(stack).split(counts)
     norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
-    return stack.div_(norms.clamp_(min=_TINY)).to(dtype)
+    stack.div_(norms.clamp_(min=_TINY))
+    if dtype.itemsize < 4 or one.is_cuda or m < _LEAST_ROWS:
+        return _newton_schulz(stack.to(dtype), polar).split(counts)
+    stack = stack.to(dtype)
+    for begin in range(0, len(polar), _SAME_GRAM):
+        _on_gram_matrices_(stack, polar[begin : begin + _SAME_GRAM])
+    return stack.split(counts)
 
 
 def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
     """Apply the steps to a stack of wide matrices, in its own type."""
-    *_, m, n = x.shape
-    usual, on_gram = flops(m, n, polar)
-    if on_gram < usual and x.dtype.itemsize >= 4:
-        for begin in range(0, len(polar), _SAME_GRAM):
-            x = _on_gram_matrix(x, polar[begin : begin + _SAME_GRAM])
-        return x
     for a, b, c in polar:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def _on_gram_matrix(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
-    """Apply the steps by products of m x m matrices: fewer operations if n is larger than m."""
-    # With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`: all are
-    # polynomials of one matrix, so `X` itself is multiplied once, at the end.
-    gram, product = x @ x.mT, None
-    for step, (a, b, c) in enumerate(polar, 1):
-        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = p if product is None else p @ product
-        if step < len(polar):
-            gram = p @ gram @ p
-    return x if product is None else product @ x
+def _on_gram_matrices_(stack: Float[Tensor, "k m n"], polar: Polar) -> None:
+    """Apply the steps in place, by products of m x m matrices: fewer operations, in wide types.
+
+    With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`. All are
+    polynomials of one symmetric matrix, so are symmetric themselves, and `X` is multiplied once, at
+    the end.
+    """
+    _, m, n = stack.shape
+    gram, square, p, product, spare = stack.new_empty(5, m, m)
+    result = stack.new_empty(m, n)
+    for x in stack:
+        _symmetric(x, x.T, gram)
+        for step, (a, b, c) in enumerate(polar, 1):
+            _symmetric(gram, gram, square)
+            torch.mul(square, c, out=p).add_(gram, alpha=b).diagonal().add_(a)
+            if step == 1:
+                product.copy_(p)
+            else:
+                _symmetric(p, product, spare)
+                product, spare = spare, product
+            if step < len(polar):
+                _symmetric(p, gram, square)
+                _symmetric(square, p, gram)
+        x.copy_(torch.mm(product, x, out=result))
+
+
+def _symmetric(a: Float[Tensor, "m n"], b: Float[Tensor, "n m"], out: Float[Tensor, "m m"]) -> None:
+    """Compute `a @ b`, which is symmetric, by its lower triangle."""
+    m = len(a)
+    blocks = max(1, m // _BLOCK_ROWS)
+    ends = [m * block // blocks for block in range(blocks + 1)]
+    for begin, end in itertools.pairwise(ends):
+        torch.mm(a[begin:end], b[:, :end], out=out[begin:end, :end])
+        out[:begin, begin:end] = out[begin:end, :begin].T
 
 
 def _by_singular_values(x: Float[Tensor, "k m n"]) -> Float[Tensor, "k m n"]:

@@ -6,3 +6,4 @@ from gossipgrad.optim._matrix_optimizer import MatrixOptimizer as MatrixOptimize
 from gossipgrad.optim._matrix_optimizer import Parameters as Parameters
 from gossipgrad.optim._roles import ADAMW as ADAMW
 from gossipgrad.optim._roles import choose_roles as choose_roles
+from gossipgrad.optim._roles import owners_of as owners_of

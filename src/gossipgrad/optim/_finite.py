@@ -1,6 +1,7 @@
 """Gradients that are not finite are left out: one would spoil weights and moments for ever."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,39 +14,45 @@ __all__ = ["are_finite", "parameters_to_update"]
 
 
 @torch.no_grad()
-def are_finite(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def are_finite(
+    parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()
+) -> list[bool]:
     """Return for each parameter with a gradient whether the sum of its squares is finite.
 
-    A collective over the meshes of sharded parameters, so that all their ranks decide alike.
+    Of those whose ids are in `unsquared`, whether all elements are. A collective over the meshes of
+    sharded parameters, so that all their ranks decide alike.
     """
     if not parameters:
         return []
-    of_dtype: dict[torch.dtype, list[int]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     norms: list[Tensor] = [torch.empty(0)] * len(parameters)
     for index, parameter in enumerate(parameters):
-        of_dtype.setdefault(parameter.dtype, []).append(index)
-    for dtype, indices in of_dtype.items():
+        is_largest = id(parameter) in unsquared and local(parameter).numel() > 0
+        alike.setdefault((parameter.dtype, is_largest), []).append(index)
+    for (dtype, is_largest), indices in alike.items():
         gradients = [local(grad) for i in indices if (grad := parameters[i].grad) is not None]
-        found = torch._foreach_norm(gradients, 2, widened(dtype))
-        for index, norm in zip(indices, found, strict=True):
-            norms[index] = norm
+        found = torch._foreach_norm(gradients, math.inf if is_largest else 2, widened(dtype))
+        sizes = found if is_largest else torch._foreach_mul(found, found)
+        for index, size in zip(indices, sizes, strict=True):
+            norms[index] = size
     device = norms[0].device
-    squares = torch.stack([norm.to(device) for norm in torch._foreach_mul(norms, norms)])
-    finite = squares.isfinite()
+    finite = torch.stack([norm.to(device) for norm in norms]).isfinite()
     if any(map(is_sharded, parameters)):
         _agree(finite, parameters)
     return finite.tolist()
 
 
-def parameters_to_update(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return for each group the parameters whose gradients are finite.
+def parameters_to_update(
+    optimizer: Any, *, unsquared: Collection[int] = ()
+) -> list[list[nn.Parameter]]:
+    """Return for each group the parameters whose gradients are finite; see `are_finite`.
 
     It counts the steps that leave out others in `optimizer.nonfinite_steps`, and warns in the
     first.
     """
     held = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
     parameters = [p for ps in held for p in ps]
-    finite = are_finite(parameters)
+    finite = are_finite(parameters, unsquared=unsquared)
     if all(finite):
         return held
     if not optimizer.nonfinite_steps:

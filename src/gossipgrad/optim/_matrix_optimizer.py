@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import local, widened
 from gossipgrad.optim._finite import parameters_to_update
-from gossipgrad.optim._roles import ADAMW, choose_roles
+from gossipgrad.optim._roles import ADAMW, choose_roles, is_named_hidden
 
 __all__ = ["MatrixOptimizer", "Parameters"]
 
@@ -51,6 +52,11 @@ class MatrixOptimizer(Optimizer):
 
     role: ClassVar[str]
     nonfinite_steps: int = 0
+    with_head: bool = False
+    squares_matrices: ClassVar[bool] = True
+    """Whether it squares the gradients of matrices, so that huge ones overflow."""
+    with_stacks: ClassVar[bool] = False
+    """Whether 3-D parameters are stacks of matrices."""
     can_resize: ClassVar[bool] = True
     """Whether its state can lose rows and columns with its parameters, as in `gg.shrink()`."""
 
@@ -66,6 +72,7 @@ class MatrixOptimizer(Optimizer):
         with_head: bool = False,
         argument: str = "matrices",
     ) -> None:
+        self.with_head = with_head
         self._settings = {self.role: settings, ADAMW: adamw_settings}
         if isinstance(params, nn.Module):
             roles = choose_roles(
@@ -74,6 +81,7 @@ class MatrixOptimizer(Optimizer):
                 matrices=matrices,
                 adamw=adamw,
                 with_head=with_head,
+                with_stacks=self.with_stacks,
                 argument=argument,
             )
             named = dict(params.named_parameters())
@@ -197,7 +205,11 @@ class MatrixOptimizer(Optimizer):
                         f"gg.{type(self).__name__} takes no sparse gradients: make the embedding "
                         "with sparse=False"
                     )
-        return parameters_to_update(self)
+        unsquared = set()
+        if not self.squares_matrices:
+            matrices = [group for group in self.param_groups if group["role"] != ADAMW]
+            unsquared = {id(p) for group in matrices for p in group["params"]}
+        return parameters_to_update(self, unsquared=unsquared)
 
     def adamw(
         self,
@@ -263,12 +275,21 @@ class MatrixOptimizer(Optimizer):
         for one in held:
             tensor = one[1] if isinstance(one, tuple) else one
             is_matrix = isinstance(tensor, Tensor) and tensor.ndim == 2  # torch refuses the rest
+            if is_matrix and isinstance(one, tuple) and not self.with_head:
+                is_matrix = is_named_hidden(one[0])
             split[self.role if is_matrix else ADAMW].append(one)
+        has_names = any(isinstance(one, tuple) for one in held)
+        if all(split.values()) and not (has_names or self.with_head):
+            warn(
+                f"gg.{type(self).__name__} cannot tell embeddings and heads among tensors without "
+                f"names: all {len(split[self.role])} matrices get the role {self.role!r}. Give the "
+                "model itself, model.named_parameters(), or groups with a 'role'"
+            )
         found = [{**shared, "params": each, "role": role} for role, each in split.items() if each]
         return found or [{**group, "role": self.role}]
 
 
-_OF_ONE_GROUP = ("params", "param_names", "initial_lr")
+_OF_ONE_GROUP = ("params", "param_names", "layouts", "initial_lr")
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

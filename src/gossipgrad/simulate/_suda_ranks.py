@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossipgrad.muon import Muon, make_backbone, resolve_settings
-from gossipgrad.optim import choose_roles
 
 from ._replicas import Batches, Loss, Losses, Ranks, Replicas
 
@@ -79,19 +78,17 @@ class SudaRanks(Ranks):
             name: [nn.Parameter(row) for row in stacked.detach()]
             for name, stacked in self._replicas.parameters.items()
         }
-        roles = choose_roles(model, Muon.role, matrices=muon, adamw=adamw, argument="muon")
-        self.optimizer = Muon(
-            [
-                {
-                    "role": role,
-                    "params": [
-                        row for n in self._rows if roles[n] == role for row in self._rows[n]
-                    ],
-                }
-                for role in sorted({roles[name] for name in self._rows}, reverse=True)
-            ],
-            **options,
-        )
+        chosen = Muon(model, muon=muon, adamw=adamw, **options)
+        groups = []
+        for group in chosen.param_groups:
+            names = [name for name in group["param_names"] if name in self._rows]
+            found = {"params": [row for name in names for row in self._rows[name]]}
+            if "layouts" in group:
+                layout_of = dict(zip(group["param_names"], group["layouts"], strict=True))
+                found["layouts"] = [layout_of[name] for name in names for _ in self._rows[name]]
+            groups += [{**found, "role": group["role"]}] if names else []
+        options.pop("split", None)
+        self.optimizer = Muon(groups, **options)
         self.optimizer.track = self._track  # type: ignore[misc]
         self._trackers = [torch.zeros_like(each, dtype=torch.float64) for each in self._stacked]
         self._backbone = make_backbone(backbone, self._now())
