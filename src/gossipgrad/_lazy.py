@@ -34,17 +34,8 @@ _ROOMS = {
 }
 
 
-_REMOVED = {
-    "DeliveryLog": "stale runs are not repeated bit for bit any more; resume from a state_dict()",
-    "Lagged": "simulate it, VirtualRanks(mode='lagged'), or use mode='overlap'",
-    "TopK": "use gg.SharedMask(density)",
-}
-
-
 def __getattr__(name: str) -> Any:
     """The name of a room, or what a room has under that name."""
-    if name in _REMOVED:
-        raise AttributeError(f"gossipgrad.{name} was removed: {_REMOVED[name]}")
     if name not in _ROOMS:
         raise AttributeError(f"module 'gossipgrad' has no attribute {name!r}")
     room = import_module(f"gossipgrad.{_ROOMS[name]}")

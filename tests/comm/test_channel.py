@@ -53,9 +53,10 @@ class Watching(Liveness):
     """What a channel hears of others, and who they are said to have expelled."""
 
     def __init__(self):
+        super().__init__()
         self.ranks, self.heard, self.member = set(), [], True
 
-    def hear_generation(self, generation):
+    def report_generation(self, generation):
         self.heard.append(generation)
 
     def expelled(self):

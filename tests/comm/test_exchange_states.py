@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gossipgrad.comm import Sent
-from gossipgrad.comm._exchange import LOST, Exchange, Ledger, Outcome, Position
+from gossipgrad.comm._exchange import Exchange, Ledger, Outcome, Position
 from support.wires import one_pair, symmetric
 
 PART = torch.zeros(1)
@@ -17,7 +17,7 @@ class Rank:
         self.ledgers = {peer: Ledger() for peer in peers}
         self.exchanges = {}
         self.generation = self.round = 0
-        self.window, self.is_dead = window, False
+        self.window, self.is_dead, self.down = window, False, set()
 
     @property
     def at(self):
@@ -53,7 +53,7 @@ class World:
                         tuple(sorted(each.awaited)),
                         each.latest,
                         each.past,
-                        each.gone,
+                        peer in rank.down,
                     )
                     for peer, each in rank.ledgers.items()
                 ),
@@ -103,7 +103,13 @@ class World:
         rank.exchanges[at] = exchange
         for peer in {send_to, recv_from}:
             ledger, sends = rank.ledgers[peer], peer == send_to
-            if ledger.post(exchange, sends=sends, receives=peer == recv_from, window=rank.window):
+            if ledger.post(
+                exchange,
+                sends=sends,
+                receives=peer == recv_from,
+                window=rank.window,
+                is_alive=peer not in rank.down,
+            ):
                 self.send(number, peer, "READY", at)
                 if (at, 0) in ledger.awaited:
                     self.leave(number, peer, ledger.agree(at, 0))
@@ -112,7 +118,7 @@ class World:
 
     def give_up(self, number, peer, at):
         ledger = self.ranks[number].ledgers[peer]
-        if ledger.gone is None and at > ledger.given_up:
+        if peer not in self.ranks[number].down and at > ledger.given_up:
             ledger.given_up = at
             ledger.prune(before=at.next)
             self.send(number, peer, "VOID", at)
@@ -161,7 +167,8 @@ class World:
         kind, at = self.under_way[sender, number].pop(0)
         ledger = self.ranks[number].ledgers[sender]
         if kind == "LOST":
-            ledger.end(LOST)
+            ledger.end()
+            self.ranks[number].down.add(sender)
         elif kind == "WITHDRAW":
             ledger.take_back(at, 0)
         elif kind == "part":

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gossipgrad.comm import Heartbeats, Membership, MemberWatch, Record
+from gossipgrad.comm import LOST, Heartbeats, Membership, MemberWatch, Record
 from gossipgrad.errors import EvictedError
 from support.waiting import HANG_SECONDS, until
 from support.watches import HookedStore, make_watches, pass_seconds
@@ -117,7 +117,7 @@ def test_a_connection_that_breaks_is_made_anew_and_what_broke_meanwhile_is_looke
     watch = started(QUICK, reconnect=reconnect, now=time.monotonic)
     store.before = fail
     until(lambda: watch.store_lost)
-    watch.hear_end(1, left=False)
+    watch.report_down(1, LOST)
     until(lambda: len(connections) == 3 and watch.store_lost is None)
     until(lambda: watch.latest.living == (0,))
     assert watch.latest.gone[1].why == "its link broke, and it shows no sign of life"

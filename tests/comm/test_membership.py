@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipgrad.comm import Heartbeats, Membership, MemberWatch, Record
+from gossipgrad.comm import LOST, Heartbeats, Membership, MemberWatch, Record
 from gossipgrad.errors import EvictedError, GossipError
 from support.waiting import until
 from support.watches import SETTINGS, HookedStore, make_watches, pass_seconds
@@ -45,7 +45,7 @@ def test_nobody_joins_a_run_whose_members_have_all_left():
     record = Record(dist.HashStore(), first)
     over = record.replace(first, first.without({0: "left", 1: "left"}, left=True, by=0))
     with pytest.raises(GossipError, match="the run is over"):
-        record.add(first, 2, donor=0, introduction=())
+        record.add(first, 2, ())
     assert record.read() == over
 
 
@@ -82,13 +82,13 @@ def test_a_broken_link_makes_a_loss_quick_and_a_sign_of_life_makes_the_link_anew
     all_watches = watches(4)
     pass_seconds(clock, all_watches, 3)
     for here, there in ((0, 2), (2, 0)):
-        all_watches[here].hear_end(there, left=False)
+        all_watches[here].report_down(there, LOST)
     pass_seconds(clock, all_watches, 19)
     assert {watch.latest.generation for watch in all_watches} == {1}, "both ends ask for one"
     assert all_watches[0].latest.living == ALL
     all_watches[1].beat()
     all_watches[1].beat()  # its last, which rank 0 has not seen: it may be older than the break
-    all_watches[0].hear_end(1, left=False)
+    all_watches[0].report_down(1, LOST)
     pass_seconds(clock, [all_watches[r] for r in (0, 2, 3)], 5)
     assert all_watches[3].latest.living == (0, 2, 3)
 
@@ -118,7 +118,7 @@ def test_nobody_is_given_up_before_its_lease_has_run_out(clock, lease_seconds):
     settings = Heartbeats(interval_seconds=1.0, lease_seconds=lease_seconds, silent_seconds=10.0)
     mine, other = make_watches(clock, 2, settings)
     pass_seconds(clock, [other, mine], 3)
-    mine.hear_end(1, left=False)
+    mine.report_down(1, LOST)
     last_seconds = clock.seconds
     while mine.latest.generation == 0:
         clock.seconds += 0.95
@@ -166,7 +166,7 @@ def test_a_rank_that_was_stopped_itself_gives_nobody_up(watches, clock):
     clock.seconds += 1000.0
     for watch in (mine, other, mine):
         watch.beat()
-    mine.hear_end(1, left=False)
+    mine.report_down(1, LOST)
     for _ in range(50):
         mine.beat()
     assert mine.latest.generation == 0
@@ -177,7 +177,7 @@ def test_beats_of_those_who_joined_and_left_long_ago_are_removed_from_the_store(
     store.set("beat/0", "0")
     for rank in range(1, 40):
         one = MemberWatch(store, rank, newest, SETTINGS, now=clock)
-        one.enter(0, ())
+        one.enter(())
         one.start()
         one.leave()
         newest = Record(store).read()

@@ -92,24 +92,10 @@ def test_unlike_collectives_are_told_apart_and_the_next_one_works():
     assert distances == [distances[0]] * 3
 
 
-def test_ranks_that_agree_wait_for_one_that_does_its_last_collective_again():
-    """And take nothing of that for what they have come for."""
-
-    def use(me):
-        if me.rank == 0:
-            for _ in range(2):
-                with pytest.raises(gg.GossipError, match="different collectives"):
-                    me.mean()
-        return me.session.agree({"step": me.rank})
-
-    assert run(2, use) == [[{"step": 0}, {"step": 1}]] * 2
-
-
 def test_ranks_that_never_agree_get_an_error():
     def use(me):
-        for _ in range(4 if me.rank == 0 else 1):
-            with pytest.raises(gg.GossipError, match="different collectives"):
-                me.mean() if me.rank == 0 else me.session.agree(1)
+        with pytest.raises(gg.GossipError, match="different collectives"):
+            me.mean() if me.rank == 0 else me.session.agree(1)
         with pytest.raises(TypeError, match="not JSON serializable"):
             me.session.agree(me.model)
 

@@ -30,6 +30,7 @@ def describe(run, **options):
 
 def write_invitation(run, **changes):
     found = {"address": "127.0.0.1:1/run/members/1", "refusal": None, "data": ""}
+    found |= {"strategy": {"ahead": 0}, "checkpoint_base": 0, "began_seconds": 0.0}
     (run / "invitation.json").write_text(json.dumps(found | changes))
 
 

@@ -36,6 +36,7 @@ from gossipgrad.comm._mean import statistics as statistics
 from gossipgrad.comm._mean import widened as widened
 from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
 from gossipgrad.comm._membership import LEFT as LEFT
+from gossipgrad.comm._membership import LOST as LOST
 from gossipgrad.comm._membership import Joining as Joining
 from gossipgrad.comm._membership import Liveness as Liveness
 from gossipgrad.comm._membership import Loss as Loss

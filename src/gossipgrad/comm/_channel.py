@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._exchange import LOST, Exchange, Ledger, Outcome, Position, Posted
-from gossipgrad.comm._membership import Liveness
+from gossipgrad.comm._exchange import Exchange, Ledger, Outcome, Position, Posted
+from gossipgrad.comm._membership import LEFT, LOST, Liveness
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind, Part, WireError
@@ -22,9 +22,9 @@ __all__ = ["Channel"]
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 2.0  # until the others have read LEAVE, which their threads of links do at once
-_LEFT = "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, to notice Ctrl-C and silent deaths
 _LISTEN_SECONDS = 0.1  # of one poll of the thread that receives, for which closing waits
+_PIECE_BYTES = 1 << 20  # of a replica's state, which a joiner gets
 _END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`
 
 
@@ -99,6 +99,8 @@ class Channel:
         self._error: BaseException | None = None  # of that thread
         self._later_epoch = 0  # of a peer that takes part in rounds of it
         self._accept_mail: Callable[[Header, Tensor | None], None] | None = None
+        self._state: Tensor | None = None  # of the replica that this joiner begins with
+        self._state_bytes = 0  # of it that have arrived
         if hasattr(transport, "receive_into"):
             transport.receive_into(self._memory_for)
 
@@ -111,8 +113,7 @@ class Channel:
     @property
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, and which of the two."""
-        with self._lock:
-            return {peer: to.gone for peer, to in self._ledgers.items() if to.gone is not None}
+        return self._liveness.down
 
     def counts_without(self, exchanges: Iterable[Exchange]) -> dict[str, int]:
         """Return `bytes_sent`, `bytes_received` and `refused` as if exchanges were not posted."""
@@ -190,7 +191,13 @@ class Channel:
         """Say READY to one of an exchange's peers; its part leaves soon if that is ready, too."""
         ledger = self._ledgers[peer]
         sends, receives = peer == exchange.send_to, peer == exchange.recv_from
-        if not ledger.post(exchange, sends=sends, receives=receives, window=self.window):
+        if not ledger.post(
+            exchange,
+            sends=sends,
+            receives=receives,
+            window=self.window,
+            is_alive=self._liveness.is_alive(peer),
+        ):
             if sends:
                 self.void(exchange.round, peer)
             return
@@ -263,9 +270,8 @@ class Channel:
                         self._lose(event.peer, LOST)
                     else:
                         arrived.extend(self._accept(event))
-                for peer in self._peers.intersection(self._liveness.expelled()):
-                    if self._ledgers[peer].gone is None:
-                        self._lose(peer, LOST)
+                for peer in self._peers.intersection(self._liveness.expelled()) - self.gone.keys():
+                    self._lose(peer, LOST)
         finally:
             with self._changed:
                 self._listener = None
@@ -302,7 +308,7 @@ class Channel:
             return
         with self._lock:
             ledger, at = self._ledgers[send_to], self._at(round)
-            if ledger.gone is None and at > ledger.given_up:
+            if self._liveness.is_alive(send_to) and at > ledger.given_up:
                 ledger.given_up = at
                 ledger.prune(before=at.next)
                 self._notify(Kind.VOID, [send_to], round)
@@ -352,7 +358,8 @@ class Channel:
             peers = {*living} - {self.rank}
             if getattr(self.transport, "reopens", False):
                 for peer in peers:
-                    if self._ledgers[peer].gone == LOST:
+                    if self.gone.get(peer) == LOST:
+                        self._liveness.report_reopened(peer)
                         self._posted_bytes -= self._ledgers[peer].kept_bytes
                         self._ledgers[peer] = Ledger()
                         self._outboxes.pop(peer, None)
@@ -423,9 +430,27 @@ class Channel:
         with self._lock:
             if self.closed:
                 return []
-            living = [p for p in {*peers} - {self.rank} if self._ledgers[p].gone is None]
+            living = [p for p in {*peers} - {self.rank} if self._liveness.is_alive(p)]
             self._posted_bytes += len(living) * header.size_bytes
             return [self._send(peer, header, values) for peer in living]
+
+    def send_state(self, state: Tensor, peer: int) -> None:
+        """Send a joiner a replica's state, as bytes in host memory; return immediately."""
+        piece_bytes = min(_PIECE_BYTES, self.largest_bytes or _PIECE_BYTES)
+        for piece in state.split(piece_bytes):
+            header = self._header(Kind.STATE, state.numel(), 0, Part(piece.dtype, piece.numel()))
+            with self._lock:
+                if not self.closed:
+                    self._posted_bytes += piece.numel()
+                    self._send(peer, header, piece)
+
+    def received_state(self) -> tuple[Tensor | None, int]:
+        """Return the state that this joiner is sent, once it is whole, and how much has arrived."""
+        with self._lock:
+            if self._state is None or self._state_bytes < self._state.numel():
+                return None, self._state_bytes
+            whole, self._state = self._state, None
+            return whole, self._state_bytes
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -456,7 +481,7 @@ class Channel:
         payload: Tensor | None = None,
         ready: Callable[[], None] | None = None,
     ) -> Ticket:
-        if self._ledgers[peer].gone is not None:
+        if not self._liveness.is_alive(peer):
             return Sent()
         return self._outbox(peer).send(header.pack(), payload, ready)
 
@@ -517,7 +542,7 @@ class Channel:
             raise WireError(f"round {header.round}, bucket {header.bucket} is not in the plan")
         if header.kind is Kind.DATA:
             payload = self.plan[header.bucket].read(header, payload)
-        elif payload is not None and header.kind is not Kind.MAIL:
+        elif payload is not None and header.kind not in (Kind.MAIL, Kind.STATE):
             raise WireError(f"a {header.kind.name} message carries no payload")
         return header, payload
 
@@ -543,7 +568,7 @@ class Channel:
         try:
             header, payload = self._read(arrival)
             if header.generation > self.generation:
-                self._liveness.hear_generation(header.generation)
+                self._liveness.report_generation(header.generation)
             exchange = self._handle(header, payload)
             return [] if exchange is None else [exchange]
         except WireError as error:
@@ -559,13 +584,13 @@ class Channel:
         """
         kind, peer = header.kind, header.sender
         ledger = self._ledgers[peer]
-        if ledger.gone is not None:
+        if (how := self.gone.get(peer)) is not None:
             is_last = kind in (Kind.LEAVE, Kind.PART)
-            if ledger.gone == LOST and not ledger.was_notified and not is_last:
+            if how == LOST and not ledger.was_notified and not is_last:
                 # Only our link to it broke, not its link to us: notify it, or it waits for us.
                 ledger.was_notified = True
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
-            raise WireError(f"rank {peer} {ledger.gone}")
+            raise WireError(f"rank {peer} {how}")
         at = Position(header.generation, header.epoch, header.round)
         self.silent.discard(peer)
         if kind is Kind.SILENT:
@@ -574,8 +599,15 @@ class Channel:
             if self._accept_mail is None:
                 raise WireError("there is no mailbox")
             self._accept_mail(header, payload)
+        elif kind is Kind.STATE:
+            if self._arrived or payload is None:
+                raise WireError("this rank waits for no state")
+            if self._state is None:
+                self._state = torch.empty(header.round, dtype=torch.uint8, device="cpu")
+            first, self._state_bytes = self._state_bytes, self._state_bytes + payload.numel()
+            self._state[first : self._state_bytes] = payload
         elif kind is Kind.LEAVE:
-            self._lose(peer, _LEFT)
+            self._lose(peer, LEFT)
         elif kind is Kind.PART:
             if header.generation >= self.generation:  # otherwise the link was reopened since
                 ledger.was_notified = True
@@ -599,16 +631,16 @@ class Channel:
     def _lose(self, peer: int, how: str) -> None:
         ledger = self._ledgers[peer]
         self.transport.forget(peer)
-        if ledger.gone is not None:
+        if peer in self.gone:
             return
         # Once this rank has left, the others end their links.
-        level = logging.INFO if how == _LEFT or self.closed else logging.WARNING
+        level = logging.INFO if how == LEFT or self.closed else logging.WARNING
         logger.log(level, "rank %d %s; rank %d continues without it", peer, how, self.rank)
-        ledger.end(how)
+        ledger.end()
         self.silent.discard(peer)
         if peer in self._outboxes:
             self._outboxes[peer].end()
-        self._liveness.hear_end(peer, left=how == _LEFT)
+        self._liveness.report_down(peer, how)
 
     # -- the end ----------------------------------------------------------------------------
 

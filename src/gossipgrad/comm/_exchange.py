@@ -45,9 +45,7 @@ from torch import Tensor
 
 from gossipgrad.comm._transport import Sent, Ticket
 
-__all__ = ["LOST", "Exchange", "Ledger", "Outcome", "Position", "Posted"]
-
-LOST = "was lost"
+__all__ = ["Exchange", "Ledger", "Outcome", "Position", "Posted"]
 
 
 class Outcome(enum.Enum):
@@ -209,7 +207,6 @@ class Ledger:
         past: This rank says READY to no round before this one any more.
         latest: Nor does the peer to a round before this one.
         given_up: The last round that this rank has declared void.
-        gone: How the peer ended, None while it lives.
         was_notified: Whether a lost peer that still sends was notified.
         kept_bytes: Of parts that were posted, and will not leave.
     """
@@ -219,11 +216,18 @@ class Ledger:
     past: Position = _START
     latest: Position = _START
     given_up: Position = _START
-    gone: str | None = None
     was_notified: bool = False
     kept_bytes: int = 0
 
-    def post(self, exchange: Exchange, *, sends: bool, receives: bool, window: int) -> bool:
+    def post(
+        self,
+        exchange: Exchange,
+        *,
+        sends: bool,
+        receives: bool,
+        window: int,
+        is_alive: bool = True,
+    ) -> bool:
         """Post an exchange; return whether to say READY to the peer. If not, it is over here.
 
         Args:
@@ -231,12 +235,13 @@ class Ledger:
             sends: Whether its part goes to the peer.
             receives: Whether the peer's part is awaited.
             window: How many rounds of an era may be open.
+            is_alive: Whether the peer can be reached.
         """
         at, posted = exchange.at, Posted(exchange, sends, receives)
         assert exchange.bucket not in self.posted.get(at, ()), f"round {at.round} is posted twice"
         self.prune(before=at)
         outcome = None
-        if self.gone is not None:
+        if not is_alive:
             outcome = Outcome.DEAD_PEER
         elif at < self.past or (
             (at, exchange.bucket) not in self.awaited
@@ -324,9 +329,8 @@ class Ledger:
         exchange.finish(Outcome.VOID)
         return False
 
-    def end(self, how: str) -> None:
-        """Record that the peer is gone."""
-        self.gone = how
+    def end(self) -> None:
+        """End all exchanges: the peer is gone."""
         for at in [*self.posted]:
             for posted in self.posted.pop(at).values():
                 self._end(posted, Outcome.DEAD_PEER)

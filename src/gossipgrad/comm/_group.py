@@ -8,16 +8,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
-from gossipgrad.comm._membership import Loss, Membership
+from gossipgrad.comm._membership import Membership
 from gossipgrad.comm._rendezvous import LATE_SECONDS, GivenUpError, Rendezvous, explained, named
 from gossipgrad.errors import GossipError
 
@@ -54,7 +54,6 @@ class Group:
         start_timeout_seconds: How long the constructor waits for the others; None: as long as
             later.
         members: The ranks that take part at the start, ascending; None: all.
-        gone: Called while waiting; returns ranks that left or died, and why; local.
         call: The user's call that creates the group, for messages.
 
     Attributes:
@@ -81,7 +80,6 @@ class Group:
         timeout_seconds: float = 1800.0,
         start_timeout_seconds: float | None = None,
         members: Sequence[int] | None = None,
-        gone: Callable[[], Mapping[int, Loss]] = dict,
         call: str = "gossipgrad.Group(...)",
     ) -> None:
         self.rank = rank
@@ -93,14 +91,12 @@ class Group:
         self.unless: Callable[[], object] = lambda: None
         self.broken_by: tuple[int, ...] = ()
         self.call = call
-        self._number = 0  # of the next collective in its generation
         self._named: set[tuple[str, tuple[int, ...]]] = set()  # members already named in a warning
         self._broken: str | None = None
         self._closed, self._process = False, os.getpid()
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
         self._under_way = 0  # collectives that were begun and have not ended
         self._timeout_seconds = self._unlimited_seconds = timeout_seconds
-        self._gone = gone
         self._newest: Callable[[], Membership | None] = lambda: None
         self._listen: Callable[[], object] = lambda: None
         self._listened_seconds = -math.inf
@@ -185,7 +181,7 @@ class Group:
         if len(self.members) == 1:
             yield from (tensor for tensor, _ in pairs)
             return
-        sent: deque[tuple[Tensor, Tensor, _Work]] = deque()
+        sent: deque[tuple[Tensor, Tensor, Any]] = deque()
         try:
             for tensor, host in pairs:
                 work = self._begin(lambda gloo, host=host: gloo.allreduce([host]), ahead=bool(sent))
@@ -199,7 +195,7 @@ class Group:
                 self._under_way = 0
                 self.abandon()
 
-    def _mean_of(self, tensor: Tensor, host: Tensor, work: "_Work") -> Tensor:
+    def _mean_of(self, tensor: Tensor, host: Tensor, work: Any) -> Tensor:
         self._finish(work)
         host.div_(len(self.members))
         return tensor if host is tensor else tensor.copy_(host)
@@ -331,7 +327,6 @@ class Group:
             self._gloo = None
             self._broken, self.broken_by = _CLOSED if self._closed else None, ()
             self.generation, self.members = generation, tuple(members)
-            self._number = 0
             self._rendezvous = self._meet()
 
     def follow(
@@ -355,7 +350,7 @@ class Group:
             self._listened_seconds = time.monotonic()
             self._listen()
         newest = self._newest()
-        for rank, loss in {**self._gone(), **(newest.gone if newest else {})}.items():
+        for rank, loss in ({} if newest is None else newest.gone).items():
             if rank in self.members and (left or not loss.left):
                 return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
         return None
@@ -403,7 +398,7 @@ class Group:
     def _run(self, start: Callable[[Any], Any], *, meets: bool = False) -> None:
         self._finish(self._begin(start), meets=meets)
 
-    def _begin(self, start: Callable[[Any], Any], *, ahead: bool = False) -> "_Work":
+    def _begin(self, start: Callable[[Any], Any], *, ahead: bool = False) -> Any:
         """Begin a collective; `ahead`, before the last one has ended."""
         with self._lock:
             if self._under_way and not ahead:  # in a signal handler
@@ -413,12 +408,11 @@ class Group:
             with self._breaking():
                 if self._gloo is None:
                     self._gloo = self._connect()
-                self._number += 1
-                return _Work(start(self._gloo), self._number)
+                return start(self._gloo)
 
-    def _finish(self, work: "_Work", *, meets: bool = False) -> None:
+    def _finish(self, work: Any, *, meets: bool = False) -> None:
         with self._lock, self._breaking(ends=True):
-            self._wait(work.gloo, work.number, meets=meets)
+            self._wait(work, meets=meets)
 
     @contextlib.contextmanager
     def _breaking(self, *, ends: bool = False) -> Iterator[None]:
@@ -450,18 +444,18 @@ class Group:
             if self._closed and not self._under_way:
                 self.close()
 
-    def _wait(self, work: Any, number: int, *, meets: bool) -> None:
+    def _wait(self, work: Any, *, meets: bool) -> None:
         # Gloo itself notices a rank that left or died, but not one that hangs.
         start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
         end_in_vain = self._end_in_vain(connects=False, meets=meets)
-        missing = self._rendezvous.name_missing(number)
+        waiting = self._rendezvous.waiting()
         try:
             while not work.is_completed():
                 waited_seconds = time.monotonic() - start
                 poll_seconds = max(_POLL_SECONDS, _POLL_SHARE * waited_seconds)
                 time.sleep(min(poll_seconds, _MOST_POLL_SECONDS))
                 end_in_vain()
-                self._warn_of(next(missing))
+                self._warn_of(waiting.missing())
                 if deadline.is_over():
                     missing, limit = self._rendezvous.call_roll("wait"), self._timeout_seconds
                     why = f"it took over {limit:g} s; no answer from {named(missing)}"
@@ -469,6 +463,8 @@ class Group:
         except GivenUpError:
             self._break()
             raise
+        finally:
+            waiting.end()
         work.wait()
 
     def _warn_of(self, missing: Sequence[int]) -> None:
@@ -506,13 +502,6 @@ class Group:
         """End the running collective, here and on the others."""
         if self._gloo is not None:
             self._rendezvous.end(self._gloo)
-
-
-class _Work(NamedTuple):
-    """A collective that was begun, and its number in the generation."""
-
-    gloo: Any
-    number: int
 
 
 def _in_host_memory(tensor: Tensor) -> Tensor:

@@ -76,8 +76,6 @@ class MemberWatch(Liveness):
         latest: The newest known membership.
         store_lost: Why the store cannot be used, None while it can. While it is lost, leases do not
             apply.
-        visit: Called with the store at each beat while this rank is a member.
-        calls: How many collectives of the session this rank has entered, for its `Loss`.
     """
 
     def __init__(
@@ -90,10 +88,9 @@ class MemberWatch(Liveness):
         reconnect: Callable[[], Any] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self.latest = first
         self.store_lost: str | None = None
-        self.visit: Callable[[Any], object] = lambda store: None
-        self.calls = 0
         self._store, self._rank, self._settings = store, rank, settings
         self._reconnect, self._now = reconnect, now
         self._record = Record(store, first)
@@ -115,21 +112,21 @@ class MemberWatch(Liveness):
         self._thread = StoreThread(self._run, self._end, name="gossipgrad-members")
         self._thread.start()
 
-    def enter(self, donor: int, introduction: Sequence[Any]) -> None:
+    def enter(self, introduction: Sequence[Any]) -> None:
         """Make this rank a member, before `start`; waits for the store only."""
-        of = {"donor": donor, "introduction": introduction}
-        self._learn(self._record.add(self.latest, self._rank, **of))
+        self._learn(self._record.add(self.latest, self._rank, introduction))
 
-    # -- what a channel hears and asks ------------------------------------------------------
+    # -- what a channel reports and asks ------------------------------------------------------
 
-    def hear_generation(self, generation: int) -> None:
+    def report_generation(self, generation: int) -> None:
         """Query the store immediately: a peer is in a later generation."""
         if generation > self.latest.generation:
             self._wake.set()
 
-    def hear_end(self, peer: int, *, left: bool) -> None:
+    def report_down(self, peer: int, how: str) -> None:
         """Suspect a peer whose link ended: it is declared dead soon without a new heartbeat."""
-        self._doubt({peer}, broken=-1 if left else self.latest.generation)
+        super().report_down(peer, how)
+        self._doubt({peer}, broken=-1 if how == LEFT else self.latest.generation)
 
     def expelled(self) -> Collection[int]:
         """Ranks that any rank has declared dead."""
@@ -159,9 +156,9 @@ class MemberWatch(Liveness):
         Raises:
             EvictedError: If the others have declared this rank dead.
         """
-        lease_seconds = self._settings.lease_seconds
-        deadline = Deadline(lease_seconds)
+        lease_seconds, deadline = self._settings.lease_seconds, None
         while self._is_lease_old():
+            deadline = deadline or Deadline(lease_seconds)
             if deadline.is_over():
                 self._lose_store(f"the rendezvous store did not answer within {lease_seconds:g} s")
             self._wake.set()
@@ -225,7 +222,6 @@ class MemberWatch(Liveness):
         self._store.set(self._key(self._rank), str(self._beats))
         self._learn(self._record.read())
         if self._rank in self.latest.living:
-            self.visit(self._store)
             dead = self._look()
             if dead:
                 self._give_up(dead)
@@ -318,8 +314,7 @@ class MemberWatch(Liveness):
         known = None
         while self.latest is not known and {*ranks} & {*self.latest.living}:
             known = self.latest
-            calls = self.calls if left else 0
-            desired = known.without(ranks, left=left, by=self._rank, calls=calls)
+            desired = known.without(ranks, left=left, by=self._rank)
             newest = self._record.replace(known, desired)
             self._learn(newest)
             for rank in {*known.joined} - {*newest.joined}:  # no rank watches it any more

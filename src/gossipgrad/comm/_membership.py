@@ -8,10 +8,12 @@ from typing import Any
 
 from gossipgrad.errors import GossipError
 
-__all__ = ["LEFT", "Joining", "Liveness", "Loss", "Membership", "Record"]
+__all__ = ["LEFT", "LOST", "Joining", "Liveness", "Loss", "Membership", "Record"]
 
 LEFT = "left"
 """The reason of a rank that closed its session without an exception."""
+LOST = "was lost"
+"""How a link ended whose peer did not leave."""
 
 _KEY = "membership"
 _FORMER_KEPT = 32  # joiners that are gone again: all members read the record at every beat
@@ -28,7 +30,6 @@ class Loss:
         why: The reason, in words that follow "rank 3".
         left: Whether it closed its session; otherwise it was declared dead.
         by: The rank that wrote it, -1 for none.
-        calls: How many collectives of the session a rank that closed it had entered.
     """
 
     generation: int
@@ -36,7 +37,6 @@ class Loss:
     why: str
     left: bool
     by: int
-    calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Joining:
     Attributes:
         generation: The first generation with it.
         when_seconds: When that was written, in seconds since 1970, by its own clock.
-        donor: The rank whose replica it started with.
+        donor: The rank that sent it its replica.
         introduction: The address of its links, and the fingerprint of its secret.
     """
 
@@ -88,9 +88,7 @@ class Membership:
         """The ranks that were declared dead."""
         return {rank: loss for rank, loss in self.gone.items() if not loss.left}
 
-    def without(
-        self, ends: Mapping[int, str], *, left: bool, by: int, calls: int = 0
-    ) -> "Membership":
+    def without(self, ends: Mapping[int, str], *, left: bool, by: int) -> "Membership":
         """Return the next generation without some ranks, or itself if none of them lives.
 
         Of many gone joiners, those gone for longest are dropped.
@@ -100,7 +98,7 @@ class Membership:
             return self
         number, now = self.generation + 1, time.time()
         losses = {
-            rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by, calls=calls)
+            rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by)
             for rank, why in ends.items()
         }
         gone = {**self.gone, **losses}
@@ -118,13 +116,16 @@ class Membership:
             },
         )
 
-    def with_newcomer(self, rank: int, *, donor: int, introduction: Sequence[Any]) -> "Membership":
-        """Return the next generation with one more rank, which was never a member."""
+    def with_joiner(self, rank: int, introduction: Sequence[Any]) -> "Membership":
+        """Return the next generation with one more rank, which was never a member.
+
+        The lowest living rank is its donor.
+        """
         assert rank not in {*self.living, *self.gone}, f"rank {rank} was a member"
         joining = Joining(
             generation=self.generation + 1,
             when_seconds=time.time(),
-            donor=donor,
+            donor=min(self.living),
             introduction=tuple(introduction),
         )
         return replace(
@@ -176,16 +177,32 @@ class Membership:
 
 
 class Liveness:
-    """Receives a channel's reports about ranks, and answers its questions; methods do not block.
+    """Who can be reached: the one record of that; methods do not block.
 
-    This base class assumes that all ranks live.
+    A channel reports links that ended, and asks before it posts. This base class knows nothing
+    else; `MemberWatch` has heartbeats, too.
+
+    Attributes:
+        down: Ranks whose links ended in this generation, and how: `LEFT`, or `LOST`.
     """
 
-    def hear_generation(self, generation: int) -> None:
+    def __init__(self) -> None:
+        self.down: dict[int, str] = {}
+
+    def is_alive(self, peer: int) -> bool:
+        """Whether exchanges with a peer are possible, as far as is known here."""
+        return peer not in self.down
+
+    def report_generation(self, generation: int) -> None:
         """Report a message of a later generation than this rank's."""
 
-    def hear_end(self, peer: int, *, left: bool) -> None:
-        """Report the end of a link; `left`: the peer announced that it leaves."""
+    def report_down(self, peer: int, how: str) -> None:
+        """Report that the link to a peer has ended."""
+        self.down = {**self.down, peer: how}  # others iterate over it
+
+    def report_reopened(self, peer: int) -> None:
+        """Report that the link to a peer is made again, in another generation."""
+        self.down = {other: how for other, how in self.down.items() if other != peer}
 
     def is_member(self) -> bool:
         """Whether this rank may send; called before each part."""
@@ -224,9 +241,7 @@ class Record:
             self._store.compare_set(_KEY, current.to_text(), desired.to_text())
         )
 
-    def add(
-        self, current: Membership, rank: int, *, donor: int, introduction: Sequence[Any]
-    ) -> Membership:
+    def add(self, current: Membership, rank: int, introduction: Sequence[Any]) -> Membership:
         """Write and return the next generation with a joiner, whatever the newest one is.
 
         Raises:
@@ -237,6 +252,6 @@ class Record:
                 raise GossipError(
                     f"the run is over: rank {rank} cannot join, all members have ended"
                 )
-            desired = current.with_newcomer(rank, donor=donor, introduction=introduction)
+            desired = current.with_joiner(rank, introduction)
             current = self.replace(current, desired)
         return current

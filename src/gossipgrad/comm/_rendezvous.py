@@ -5,7 +5,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -213,35 +214,9 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
         return self._missing(keys)
 
-    def name_missing(self, number: int) -> Iterator[list[int]]:
-        """Yield once the members that have not entered a collective; otherwise empty lists.
-
-        A rank that waits for a second writes that to the store, and after a few seconds reads which
-        others wait; it does not block. Most collectives are over before that.
-
-        Args:
-            number: The number of the collective, equal on all members.
-        """
-        asked, keys = self._asked, self._keys("waits")
-        shows, late = Deadline(_SHOWS_SECONDS), Deadline(LATE_SECONDS)
-
-        def absent(store: dist.Store) -> list[int]:
-            def waits(key: str) -> bool:
-                return store.check([key]) and int(store.get(key)) >= number
-
-            return [rank for rank, key in keys.items() if not waits(key)]
-
-        while not shows.is_over():
-            yield []
-        asked.begin(lambda store: store.set(keys[self._rank], str(number)))
-        while not late.is_over():
-            yield []
-        answer = asked.begin(absent)
-        while not answer.done():
-            yield []
-        yield [] if answer.exception() else answer.result()
-        while True:
-            yield []
+    def waiting(self) -> "Waiting":
+        """Begin to wait for the others in a collective."""
+        return Waiting(self._asked, self._keys("waits"), self._rank)
 
     def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
         """Return the first report, by any member, of connections that ended in a collective.
@@ -297,6 +272,44 @@ class Rendezvous:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         return self._asked.ask(absent)
+
+
+class Waiting:
+    """A rank that waits in a collective: it reports that, and finds who does not; never blocks.
+
+    A rank reports after a second, and after a few seconds reads which others have. Most collectives
+    are over before that.
+
+    Args:
+        asked: The store.
+        keys: The key under which each member reports.
+        rank: This rank.
+    """
+
+    def __init__(self, asked: AskedStore, keys: Mapping[int, str], rank: int) -> None:
+        self._asked, self._keys, self._rank = asked, keys, rank
+        self._shows, self._late = Deadline(_SHOWS_SECONDS), Deadline(LATE_SECONDS)
+        self._has_shown = False
+        self._answer: Future[list[int]] | None = None
+
+    def missing(self) -> list[int]:
+        """Return the members that have not entered the collective, as far as is known."""
+        if not self._has_shown and self._shows.is_over():
+            self._has_shown = True
+            self._asked.begin(lambda store: store.set(self._keys[self._rank], ""))
+        if self._answer is None and self._late.is_over():
+            self._answer = self._asked.begin(self._absent)
+        if self._answer is None or not self._answer.done() or self._answer.exception():
+            return []
+        return self._answer.result()
+
+    def end(self) -> None:
+        """The collective is over."""
+        if self._has_shown:
+            self._asked.begin(lambda store: store.delete_key(self._keys[self._rank]))
+
+    def _absent(self, store: dist.Store) -> list[int]:
+        return [rank for rank, key in self._keys.items() if not store.check([key])]
 
 
 def named(ranks: Collection[int]) -> str:

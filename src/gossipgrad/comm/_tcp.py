@@ -556,19 +556,6 @@ class TCPTransport:
                 self.add_peer(other, introduction)
         return self
 
-    def beside(self, *, max_payload_bytes: int) -> "TCPTransport":
-        """Return another transport of this rank, with its own links; local.
-
-        Args:
-            max_payload_bytes: As in the constructor.
-
-        Raises:
-            ValueError: The interface can no longer be listened on.
-        """
-        other, here, access = TCPTransport.__new__(TCPTransport), self.address, self._links.access
-        with other._listen(access, self.rank, self.world_size, max_payload_bytes, here):
-            return other
-
     @property
     def address(self) -> str:
         """The address that this rank listens on, without the port."""

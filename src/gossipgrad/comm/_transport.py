@@ -125,10 +125,6 @@ class Joinable(Transport, Protocol):
         """Add a rank that has joined; links are created on first use, on both ends."""
         ...
 
-    def beside(self, *, max_payload_bytes: int) -> "Joinable":
-        """Return another transport of this rank, with its own links."""
-        ...
-
 
 def is_joinable(transport: object) -> TypeGuard[Joinable]:
     """Whether ranks may join over a transport, or over the one it wraps."""

@@ -31,8 +31,9 @@ class Kind(enum.IntEnum):
     PART = 5  # the sender has lost its link to the receiver, and no longer receives from it
     READY = 6  # the sender has posted `bucket` of `round`: the receiver may send its part
     WITHDRAW = 7  # the sender takes that back, and sends no part itself
-    SILENT = 9  # the sender has waited in vain for rank `bucket`
     MAIL = 8  # version `round` of the tensor with key `bucket`, for the mailbox
+    SILENT = 9  # the sender has waited in vain for rank `bucket`
+    STATE = 10  # a piece of a replica of `round` bytes, for a joiner
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import (
     Group,
-    Transport,
     fingerprint,
-    load_replica,
-    misfit,
     resolve_optimizers,
     trained_parameters,
 )
@@ -43,30 +40,29 @@ def join(
     Build the same model and optimizer as the other ranks, and pass the settings that they passed to
     `gossip()`. A different model or setting is refused by name before anything is loaded.
 
-    One member, the donor, copies its replica between two of its steps and sends it in the
-    background; no other rank waits, and no process group is needed here. The replica replaces the
-    model's parameters and buffers, and the optimizer's state and hyper-parameters. Then this rank
-    becomes a member, and the others connect to it when they first need it.
+    This rank becomes a member, and the lowest member, the donor, copies its replica between two of
+    its steps and sends it in the background. It replaces the model's parameters and buffers, and
+    the optimizer's state and hyper-parameters. No process group is needed here.
 
-    From then on collectives wait for it as for any member, so prepare data and everything else
-    before. Rounds do not wait for it until it has made its first step, which is local; it then
-    continues in the others' round.
+    Collectives wait for this rank from the beginning, while it receives the replica, too: prepare
+    data and everything else before. Rounds do not wait for it until it has made its first step,
+    which is local; it then continues in the others' round.
 
-    If the donor dies or fails, or joining fails otherwise, nothing in the run has changed, and
-    joining can be retried.
+    If the donor dies or fails, or joining fails otherwise, this rank leaves again, and joining can
+    be retried.
 
     Args:
         model: As the other ranks built it, on any device; its weights are overwritten, and it
             becomes as narrow as theirs if they have shrunk since.
         optimizer: The optimizer, or several, as on the other ranks.
         address: The result of `GossipSession.join_address` on one of them.
-        timeout_seconds: How long to wait until a member starts to send its replica.
+        timeout_seconds: How long to wait until the donor starts to send its replica.
         **options: As in `gossip()`, except `heartbeats=None`. With `local_steps` this rank's outer
             momentum begins at zero.
 
     Returns:
-        The session. Its `rank` is a number that no rank had before, `joined_with` is the donor's
-        `carry`, and `position` continues at the others' position.
+        The session. Its `rank` is a number that no rank had before, and `position` continues at the
+        others' position: set schedules and samplers by it.
 
     Raises:
         ValueError: The address is invalid; the model, the optimizer or the settings differ from the
@@ -99,30 +95,20 @@ def join(
         joiner.check(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": chosen.heartbeats})
         )
-        replica, arrival = joiner.fetch()
-        narrow(
-            model, {name: list(t.shape) for name, t in replica["model"].items()}
-        )  # it may have shrunk since
-        if (why := misfit(model, optimizers, replica)) is not None:
-            raise ValueError(f"the replica of rank {arrival.donor} does not fit: {why}")
-        load_replica(model, optimizers, replica)
+        joiner.reserve_rank()
         store = joiner.clone_store()
-
-    def transport(_: Group, largest_bytes: int) -> Transport:
-        return joiner.transport(arrival.membership, largest_bytes)
-
-    group = Group(store, joiner.rank, joiner.world_size, members=(joiner.rank,))
-    try:
-        return GossipSession(
-            Replica(model, optimizers, door="gossip"),
-            settings,
-            group=group,
-            transport=transport,
-            scaler=chosen.scaler,
-            recorder=chosen.recorder,
-            heartbeats=chosen.heartbeats,
-            arrival=arrival,
-        )
-    except BaseException:
-        group.close()
-        raise
+        group = Group(store, joiner.rank, joiner.world_size, members=(joiner.rank,))
+        try:
+            return GossipSession(
+                Replica(model, optimizers, door="gossip"),
+                settings,
+                group=group,
+                transport=lambda _, largest_bytes: joiner.transport(largest_bytes),
+                scaler=chosen.scaler,
+                recorder=chosen.recorder,
+                heartbeats=chosen.heartbeats,
+                joiner=joiner,
+            )
+        except BaseException:
+            group.close()
+            raise

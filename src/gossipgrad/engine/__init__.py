@@ -1,6 +1,5 @@
 """The base of every family: sessions, flows of tensors, rounds, averages, membership."""
 
-from gossipgrad.engine._arrival import Arrival as Arrival
 from gossipgrad.engine._check_replica import check_model as check_model
 from gossipgrad.engine._check_replica import check_replica as check_replica
 from gossipgrad.engine._claims import Claim as Claim

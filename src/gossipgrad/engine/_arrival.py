@@ -1,37 +1,14 @@
-"""A joiner's initial state, and how it reaches the round of the others."""
+"""How a joiner reaches the round of the others."""
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from gossipgrad.comm import Membership, Outcome
+from gossipgrad.comm import Outcome
 from gossipgrad.engine._rounds import Rounds
 
-__all__ = ["Arrival", "Arriving", "position_of"]
+__all__ = ["Arriving", "position_of"]
 
 _LISTEN_SECONDS = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """A joiner's information before it becomes a member.
-
-    Attributes:
-        membership: The newest generation that it has read; the joiner is not in it yet.
-        name: The name of the membership.
-        donor: The rank whose replica it has.
-        position: The donor's position, as `position_of` returned it.
-        run: The run's 16 bytes.
-        carried: The donor's `Session.carry`.
-    """
-
-    membership: Membership
-    name: str
-    donor: int
-    position: Mapping[str, int]
-    run: bytes
-    carried: dict[str, Any]
 
 
 def position_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,6 @@ _CALLS: dict[Kind, str] = {
 }
 _OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast")
 _TOTALS = 2  # one is averaged while one is used
-_TRIES = 4  # a rank may retry a collective that failed on it alone
 
 
 def own_work(*methods: str) -> Callable[[type[C]], type[C]]:
@@ -74,8 +73,13 @@ def own_work(*methods: str) -> Callable[[type[C]], type[C]]:
     return wrap
 
 
-class DifferentCollectivesError(GossipError):
-    """The ranks called different collectives."""
+class _View(NamedTuple):
+    """What a rank enters a collective with."""
+
+    kind: Kind
+    next_round: int
+    epoch: int
+    changed: str | None
 
 
 class Averaging:
@@ -93,7 +97,6 @@ class Averaging:
         model: The model, for its running statistics.
         members: The current generation's members.
         rounds: The rounds to align; None if there are no partners.
-        joins: Whether this rank is a joiner; the others may have called collectives before.
 
     Attributes:
         last_distance: The last computed consensus distance, None before the first.
@@ -108,8 +111,6 @@ class Averaging:
         model: nn.Module,
         members: Members,
         rounds: Rounds | None,
-        *,
-        joins: bool = False,
     ) -> None:
         self.last_distance: float | None = None
         self.averages = 0
@@ -118,10 +119,8 @@ class Averaging:
         self._group, self._model = group, model
         self._members = members
         self._rounds = rounds
-        self._joins = joins
         self._failed_in: int | None = None  # the generation in which a periodic average failed
-        self._has_warned = self._has_named_unlike = False
-        self._number = 0  # of the user's collective that this rank is in
+        self._has_warned = self._has_named_unlike = self._has_refused = False
 
     def enter_collective(self, kind: Kind, changed: str | None = None) -> bool:
         """Wait for all ranks; return False if the others are in another collective.
@@ -131,19 +130,15 @@ class Averaging:
             changed: The message if this rank's replica was changed outside the session.
 
         Raises:
-            GossipError: If a rank is unreachable but not declared dead, the ranks call different
-                collectives, or others are at a later collective because this rank failed in it.
-                Also if all others closed their sessions while this rank waited for them in a
-                collective.
+            GossipError: If a rank is unreachable but not declared dead, or the ranks call different
+                collectives. Also if all others closed their sessions while this rank waited for
+                them in a collective.
             EvictedError: If the others have declared this rank dead.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
         rounds = self._rounds
         if rounds is None:
             return True
-        if kind != "periodic":
-            self._number += 1
-            self._members.note_call(self._number)
         self._group.call = _CALLS[kind]
         awaited: set[int] = set()
         while True:
@@ -151,42 +146,33 @@ class Averaging:
             if kind in _OF_SEVERAL:
                 self._check_alone(kind, awaited)
             awaited |= {*self._group.members}
-            mine = [kind, rounds.next_round, rounds.channel.fence(), changed, self._number]
+            mine = _View(kind, rounds.next_round, rounds.channel.fence(), changed)
             try:
                 gathered = self._group.all_gather_object(mine, meets=True)
             except GossipError:
                 if self._group.broken is not None and self._members.changed():
                     continue  # nothing was done yet: the living ranks meet again
-                self._members.check_store(rounds)
+                self._members.gives_up = True
+                self._members.check_store()
                 raise
-            rounds.next_round = max(view[1] for view in gathered)
-            views = dict(zip(self._group.members, gathered, strict=True))
-            rounds.channel.resume({r: view[2] for r, view in views.items()}, rounds.next_round)
-            kinds = [view[0] for view in gathered]
+            self._members.gives_up = False
+            views = {
+                rank: _View(*each) for rank, each in zip(self._group.members, gathered, strict=True)
+            }
+            rounds.next_round = max(view.next_round for view in views.values())
+            epochs = {rank: view.epoch for rank, view in views.items()}
+            rounds.channel.resume(epochs, rounds.next_round)
+            kinds = {view.kind for view in views.values()}
             if kind == "periodic":
-                return set(kinds) == {"periodic"}
+                return kinds == {"periodic"}
             if "periodic" in kinds:
                 continue  # they train on, and finally call the same collective as this rank
-            ahead = max(views, key=lambda rank: views[rank][4])
-            if self._joins and self._number < views[ahead][4]:
-                self._number = views[ahead][4]
-                continue  # the others see that this rank is behind, and meet again
-            self._joins = False
-            if self._number < views[ahead][4]:
-                missed, self._number = self._number, views[ahead][4] - 1
-                raise GossipError(
-                    f"rank {ahead} is at collective {views[ahead][4]} of the session and rank "
-                    f"{self._group.rank} at {missed}: it failed there. Nothing was changed; call "
-                    "it again, or continue: ranks that are ahead wait for the next one"
-                )
-            if any(view[4] < views[ahead][4] for view in gathered):
-                continue  # ranks that are behind see it, and meet again
             for rank, view in views.items():
-                if view[3] is not None:
-                    raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
-            if len(set(kinds)) > 1:
-                calls = ", ".join(f"rank {rank} calls {view[0]}" for rank, view in views.items())
-                raise DifferentCollectivesError(
+                if view.changed is not None:
+                    raise ReplicaChangedError(f"on rank {rank}: {view.changed}")
+            if len(kinds) > 1:
+                calls = ", ".join(f"rank {rank} calls {view.kind}" for rank, view in views.items())
+                raise GossipError(
                     f"the ranks call different collectives: {calls}. Call the same collective of "
                     "the session on every rank, in the same order"
                 )
@@ -220,18 +206,9 @@ class Averaging:
         return made
 
     def agree(self, value: Any) -> list[Any]:
-        """Return every living rank's value, in rank order; raises as `enter_collective`.
-
-        Waits for a rank whose last collective failed on it alone, and which retries that.
-        """
+        """Return every living rank's value, in rank order; raises as `enter_collective`."""
         json.dumps(value)  # raise before the others are involved
-        for left in reversed(range(_TRIES)):
-            try:
-                self.enter_collective("agree")
-                break
-            except DifferentCollectivesError:
-                if left == 0:
-                    raise
+        self.enter_collective("agree")
         return self._group.all_gather_object(value)
 
     def is_any(self, value: bool) -> bool:
@@ -340,12 +317,11 @@ class Averaging:
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
         """Refuse to return one replica as the mean of all; warn if the others ended before."""
-        gave_up = self._members.left_after(self._number)
-        if gave_up:
-            self._number = max(gave_up.values())
+        if (gave_up := self._members.gave_up()) and not self._has_refused:
+            self._has_refused = True
             raise GossipError(
-                f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named([*gave_up])} "
-                "called it, waited for this rank, gave up and closed their sessions. The mean of "
+                f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named(gave_up)} "
+                "waited for this rank in vain, and closed their sessions. The mean of "
                 "all is lost. This rank's own replica is unchanged: save it, or call again to get "
                 "it as the mean of the one rank that is left"
             )

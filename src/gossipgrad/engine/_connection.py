@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from gossipgrad.comm import Channel, Group, Liveness, Recorder, Transport, all_parameters
-from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
@@ -24,18 +24,18 @@ def connect(
     *,
     group: Group,
     transport: Callable[[Group, int], Transport],
-    liveness: Liveness | None,
+    liveness: Liveness,
     recorder: Recorder | None,
-    arrival: Arrival | None,
+    joiner: Joiner | None,
 ) -> Rounds:
     """Create the rounds of a session, over links to all ranks; a collective.
 
-    Local for a joiner: `arrival` describes the run and its members.
+    Local for a joiner, which knows the run and its members.
     """
     run = (
         bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
-        if arrival is None
-        else arrival.run
+        if joiner is None
+        else joiner.run
     )
     parts = [part for flow in flows for part in flow.parts]
     pieces = largest_piece_bytes(
@@ -49,9 +49,9 @@ def connect(
         run=run,
         plan=parts,
         window=settings.window,
-        generation=0 if arrival is None else arrival.membership.generation,
+        generation=0 if joiner is None else joiner.membership.generation,
         liveness=liveness,
-        peers=None if arrival is None else arrival.membership.living,
+        peers=None if joiner is None else joiner.membership.living,
     )
     return Rounds(channel, settings.schedule, settings.mode, recorder=recorder)
 

@@ -1,12 +1,12 @@
 """The exchanges around each optimizer step: gradients before it, rounds after it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Outcome, Recorder
-from gossipgrad.engine._arrival import Arrival, Arriving
+from gossipgrad.engine._arrival import Arriving
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._forward_hooks import ForwardHooks
@@ -40,7 +40,6 @@ class StepDriver:
         check: Raises `ReplicaChangedError` if the replica was changed in a way that the family does
             not allow.
         after_update: Called after the optimizers stepped, before anything is mixed.
-        between_steps: Called with the number of steps before each step.
 
     Attributes:
         steps: The run's steps: this rank's own, and for a joiner the others' steps before it
@@ -63,7 +62,6 @@ class StepDriver:
         flows: Sequence[Flow],
         check: Callable[[], None],
         after_update: Callable[[], None],
-        between_steps: Callable[[int], None] | None,
     ) -> None:
         self.steps = self.steps_of_others = self.equal_at_step = 0
         self.is_mid_step = False
@@ -71,7 +69,7 @@ class StepDriver:
         self.replica = self._replica = replica
         self._settings, self._members = settings, members
         self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
-        self._after_update, self._between_steps = after_update, between_steps
+        self._after_update = after_update
         self.check = check
         self._has_mixed_gradients = False  # of this step
         self._forward: ForwardHooks | None = None
@@ -130,10 +128,10 @@ class StepDriver:
             if self.is_boundary:
                 rounds.start(self._across(rounds.next_round))
 
-    def enter(self, arrival: Arrival, interval_seconds: float) -> None:
-        """Move a joiner to the position of the others."""
+    def enter(self, position: Mapping[str, int], interval_seconds: float) -> None:
+        """Move a joiner from the donor's position to that of the others."""
         assert self._rounds is not None
-        self._arriving = Arriving(arrival.position, self._settings.every)
+        self._arriving = Arriving(position, self._settings.every)
         wait_seconds = _ENTER_SECONDS * interval_seconds
         self.steps = self.steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
         self.begin(sends=False)
@@ -243,8 +241,6 @@ class StepDriver:
             self._forward.end_step(has_gradients=not in_backward)
         if waits:
             self.wait()
-        if self._between_steps is not None:
-            self._between_steps(self.steps)
         return waits
 
     def _across(self, round: int) -> list[Flow]:

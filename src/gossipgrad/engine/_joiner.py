@@ -1,4 +1,4 @@
-"""The joiner's side before it is a member: find the run, get a rank, fetch a replica."""
+"""The joiner's side: find the run, get a rank, become a member, and receive a replica."""
 
 import io
 import json
@@ -7,9 +7,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,39 +18,24 @@ from gossipgrad.comm import (
     AskedStore,
     Group,
     Membership,
-    Received,
     Record,
     TCPTransport,
     joining_address,
 )
-from gossipgrad.engine._arrival import Arrival
+from gossipgrad.engine._members import Members
+from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import GossipError
 
-__all__ = [
-    "PIECE_BYTES",
-    "RUN_FORMAT",
-    "RUN_KEY",
-    "WISH_KEY",
-    "Joiner",
-    "address_of",
-    "claim_key",
-    "root_of",
-]
+__all__ = ["RUN_FORMAT", "RUN_KEY", "Joiner", "address_of", "root_of"]
 
 T = TypeVar("T")
-RUN_KEY, WISH_KEY = "run", "wish"
-RUN_FORMAT = "gossipgrad run 2"
-PIECE_BYTES = 1 << 18
+RUN_KEY = "run"
+RUN_FORMAT = "gossipgrad run 3"
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:/\s]+):(\d{1,5})/(?:(\S.*)/)?(members/\d+)")
 _STORE_SECONDS = 10.0
 _LISTEN_SECONDS = 0.05
-_ASK_SECONDS = 0.1
+_RETRY = "Nothing was loaded, and the run continues: try again"
 _STALLED_SECONDS = 60.0
-
-
-def claim_key(wish: str) -> str:
-    """Return the key under which a member claims the wish of that id."""
-    return f"claim/{wish}"
 
 
 def address_of(group: Group, name: str) -> str:
@@ -86,7 +70,7 @@ def _prefix_of(store: dist.Store) -> str:
 
 
 class Joiner:
-    """Prepares a joiner before it is a member; `close()` it.
+    """A joiner's way into a run; `close()` it when it is in.
 
     Args:
         address: The run's address.
@@ -95,7 +79,12 @@ class Joiner:
     Attributes:
         world_size: The number of ranks at the run's start.
         shapes: Shapes of parameters and buffers, if the model has shrunk since.
-        rank: This rank's number; -1 before `fetch`.
+        run: The run's 16 bytes.
+        name: The name of the membership.
+        membership: The newest generation that was read; the joiner is not in it yet.
+        rank: This rank's number, which no rank had before; -1 before `reserve_rank`.
+        donor: The rank that sends its replica, -1 before it is known.
+        position: The donor's position in rounds and steps, with its replica.
 
     Raises:
         ValueError: The address is invalid, or the run uses another version of gossipgrad.
@@ -108,11 +97,12 @@ class Joiner:
             raise ValueError(
                 f"{address!r} is no address of a run: pass the result of session.join_address()"
             )
-        host, port, prefix, self._name = parts.groups()
+        host, port, prefix, self.name = parts.groups()
         self._host, self._where = host.strip("[]"), f"{host}:{port}"
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
-        self.rank = -1
+        self.rank = self.donor = -1
+        self.position: dict[str, int] = {}
 
         def connect() -> dist.Store:
             try:  # A store's client tries again until its time is up; a run that is over refuses.
@@ -133,6 +123,7 @@ class Joiner:
         except BaseException:
             self.close()
             raise
+        self.run = bytes.fromhex(info["run"])
         self.world_size: int = info["world_size"]
         self.shapes: dict[str, list[int]] = info["shapes"]
         self._fingerprint: dict[str, str] = info["fingerprint"]
@@ -166,22 +157,34 @@ class Joiner:
                     "and give the same settings, as the other ranks; nothing was loaded"
                 )
 
+    def reserve_rank(self) -> None:
+        """Read who the members are, and get a number.
+
+        Raises:
+            GossipError: The run is over, or the store does not answer.
+        """
+        self.membership = self._read_membership()
+        if not self.membership.living:
+            raise GossipError("the run is over: all of its ranks have left")
+        number = self._ask(lambda store: store.add(f"{self.name}/joined", 1))
+        self.rank = self.world_size - 1 + number
+
     def clone_store(self) -> dist.Store:
         """Return another connection to the store, for the session."""
         store = self._ask(lambda store: store.clone())  # pyrefly: ignore[missing-attribute]
         store.set_timeout(timedelta(minutes=5))
         return store
 
-    def transport(self, membership: Membership, max_payload_bytes: int) -> TCPTransport:
+    def transport(self, max_payload_bytes: int) -> TCPTransport:
         """Return this rank's links to the members.
 
         Raises:
             ValueError: The members cannot reach this host.
             AgreementError: They have another secret, or only one side has a file.
         """
-        joined = {rank: list(j.introduction) for rank, j in membership.joined.items()}
+        joined = {rank: list(j.introduction) for rank, j in self.membership.joined.items()}
         known = self._introductions | joined
-        introductions = {rank: known[rank] for rank in membership.living if rank in known}
+        introductions = {rank: known[rank] for rank in self.membership.living if rank in known}
         endpoints = [endpoint for endpoint, *_ in introductions.values()]
         hosts = {e.removeprefix("tcp://").rpartition(":")[0].strip("[]") for e in endpoints}
         return TCPTransport.joining(
@@ -193,94 +196,50 @@ class Joiner:
             secret=self._secret,
         )
 
-    def fetch(self) -> tuple[Any, Arrival]:
-        """Fetch a member's replica and the information to enter; reserve a rank.
+    def enter(self, rounds: Rounds, members: Members) -> Any:
+        """Become a member, and return the replica that the donor sends; its position is noted.
 
         Raises:
-            GossipError: No member sends one, or the transfer fails; nothing has changed.
-            AgreementError: This rank has another secret.
+            GossipError: All members have ended, none sends its replica in time, or the donor fails.
         """
-        membership = self._read_membership()
-        if not membership.living:
-            raise GossipError("the run is over: all of its ranks have left")
-        number = self._ask(lambda store: store.add(f"{self._name}/joined", 1))
-        self.rank = self.world_size - 1 + number
-        link = self.transport(membership, 2 * PIECE_BYTES)
-        try:
-            donor, gift = self._receive(link)
-        finally:
-            link.close(_LISTEN_SECONDS)
-        arrival = Arrival(
-            membership=self._read_membership(),
-            name=self._name,
-            donor=donor,
-            position=gift["position"],
-            run=gift["run"],
-            carried=gift["carried"],
-        )
-        return gift["replica"], arrival
-
-    def _receive(self, link: TCPTransport) -> tuple[int, dict[str, Any]]:
-        """Request a replica; return the member that sent it and its content."""
-        wish = secrets.token_hex(8)
-        text = json.dumps({"id": wish, "rank": self.rank, "introduction": link.introduction})
-        claim, key = f"{self._name}/{claim_key(wish)}", f"{self._name}/{WISH_KEY}"
-        is_asked, donor, blob, asked_seconds = False, -1, io.BytesIO(), 0.0
-        moved_seconds = time.monotonic()
-
-        def fail(why: str) -> NoReturn:
-            raise GossipError(
-                f"rank {donor} sent no replica: {why}. Nothing was loaded, and the run continues: "
-                "try again"
-            )
-
-        try:
-            while True:
-                for event in link.receive(_LISTEN_SECONDS):
-                    if not isinstance(event, Received):
-                        continue
-                    header = json.loads(event.header)
-                    donor = header["rank"]
-                    if event.payload is None:
-                        fail(header["error"])
-                    blob.write(event.payload.numpy().data)
-                    moved_seconds = time.monotonic()
-                    if blob.tell() >= header["bytes"]:
-                        link.send(donor, b"received")
-                        blob.seek(0)
-                        return donor, torch.load(blob, weights_only=True)
-                now = time.monotonic()
-                if blob.tell() == 0 and now > self._deadline:
-                    raise GossipError(
-                        f"no member sent its replica within {self._timeout_seconds:g} s: is the "
-                        "run over, or are all its ranks busy with something else than steps?"
-                    )
-                if blob.tell() and now - moved_seconds > _STALLED_SECONDS:
-                    fail("it stopped in the middle")
-                if now - asked_seconds < _ASK_SECONDS:
-                    continue
-                asked_seconds = now
-                if not is_asked:  # until no other joiner asks
-                    put = self._ask(lambda store: store.compare_set(key, "", text))
-                    is_asked = put.decode() == text
-                elif donor < 0 and self._ask(lambda store: store.check([claim])):
-                    donor = int(self._ask(lambda store: store.get(claim)))
-                elif donor >= 0 and donor not in self._read_membership().living:
-                    fail("it died or left in the middle")
-        finally:
-            with suppress(GossipError):
-                self._ask(lambda store: store.compare_set(key, text, ""))
-                self._ask(lambda store: store.delete_key(claim))
+        members.enter(rounds)
+        channel, donor = rounds.channel, members.current.joined[self.rank].donor
+        self.donor, moved_seconds, before = donor, time.monotonic(), 0
+        while True:
+            channel.poll(_LISTEN_SECONDS)
+            state, arrived = channel.received_state()
+            if state is not None:
+                break
+            now = time.monotonic()
+            moved_seconds, before = (now, arrived) if arrived > before else (moved_seconds, before)
+            members.confirm()
+            if not members.is_alive(donor):
+                why = "it died or left in the middle."
+            elif arrived and now - moved_seconds > _STALLED_SECONDS:
+                why = "it stopped in the middle."
+            elif not arrived and now > self._deadline:
+                why = (
+                    f"nothing came within {self._timeout_seconds:g} s: is it busy with something "
+                    "else than steps?"
+                )
+            else:
+                continue
+            raise GossipError(f"rank {donor} sent no replica: {why} {_RETRY}")
+        sent = torch.load(io.BytesIO(state.numpy().data), weights_only=True)
+        if "error" in sent:
+            raise GossipError(f"rank {donor} sent no replica: {sent['error']}. {_RETRY}")
+        self.position = sent["position"]
+        return sent["replica"]
 
     def _read_membership(self) -> Membership:
-        return self._ask(lambda store: Record(dist.PrefixStore(self._name, store)).read())
+        return self._ask(lambda store: Record(dist.PrefixStore(self.name, store)).read())
 
     def _read_info(self) -> dict[str, Any]:
         """Read the run's description; wait briefly for a run that has just started."""
         deadline = time.monotonic() + min(self._timeout_seconds, _STORE_SECONDS)
-        key = f"{self._name}/{RUN_KEY}"
+        key = f"{self.name}/{RUN_KEY}"
         while not self._ask(lambda store: store.check([key])):
-            if not self._ask(lambda store: store.check([f"{self._name}/membership"])):
+            if not self._ask(lambda store: store.check([f"{self.name}/membership"])):
                 raise GossipError(
                     f"the store at {self._where} holds no such run: it is over, and another has "
                     "started there. Get the address from a rank of a current run"

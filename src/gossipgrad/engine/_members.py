@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
 from weakref import finalize
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from gossipgrad.comm import (
     Channel,
     Group,
     Heartbeats,
+    Liveness,
     Loss,
     Membership,
     MemberWatch,
@@ -22,7 +23,6 @@ from gossipgrad.comm import (
     is_joinable,
     named,
 )
-from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.topology import Schedule, among
@@ -32,6 +32,7 @@ __all__ = ["Members"]
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 2.0
+_GAVE_UP = f"{LEFT} after it had waited in vain for others in a collective"
 
 
 class Members:
@@ -44,13 +45,16 @@ class Members:
         group: The ranks at the start.
         schedule: The partners of each round while all ranks live.
         heartbeats: How ranks watch each other; None: the membership never changes.
-        arrival: A joiner's information about the run.
+        membership: For a joiner, the newest generation that it has read.
+        name: For a joiner, the name of the membership.
 
     Attributes:
         current: The membership that this rank trains in.
         watch: Watches the members; None if the membership never changes.
+        liveness: Who can be reached: the watch, or links alone.
         name: The name of the membership, in the store of the group.
-        donor: Sends this rank's replica to joiners, if ranks can join (`Admission`).
+        gives_up: Whether the last collective failed on this rank.
+        give: Returns what sends this rank's replica to joiners; None if that is gone.
 
     Raises:
         GossipError: The store cannot be reached.
@@ -61,17 +65,19 @@ class Members:
         group: Group,
         schedule: Schedule,
         heartbeats: Heartbeats | None,
-        arrival: Arrival | None = None,
+        *,
+        membership: Membership | None = None,
+        name: str = "",
     ) -> None:
-        self.current = Membership.first(group.world_size, group.members)
+        self.current = membership or Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
-        self.name = ""
-        self.donor: Any = None
+        self.liveness = Liveness()
+        self.gives_up = False
+        self.name = name
+        self.give: Callable[[], Callable[[list[int]], object] | None] = lambda: None
         self._group = group
         self._channel: Channel | None = None
         self._schedule = schedule
-        if arrival is not None:
-            self.current, self.name = arrival.membership, arrival.name
         if heartbeats is None or group.world_size == 1:
             return
 
@@ -87,7 +93,7 @@ class Members:
             first = connect()
             return MemberWatch(first, group.rank, self.current, heartbeats, reconnect=connect)
 
-        self.watch = group.ask(watch)
+        self.watch = self.liveness = group.ask(watch)
         group.follow(lambda of=self.watch: of.latest, self.name, listen=self._listen)
 
     def seat(self, rounds: Rounds) -> None:
@@ -100,6 +106,11 @@ class Members:
     def given_up(self) -> bool:
         """Whether the others are known to have declared this rank dead."""
         return self.watch is not None and self._group.rank not in self.watch.latest.living
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank is a member of the newest known generation, and its link works."""
+        newest = self.current if self.watch is None else self.watch.latest
+        return rank in newest.living and self.liveness.is_alive(rank)
 
     def start(self) -> None:
         """Start to watch; all ranks must have reached this point."""
@@ -129,10 +140,14 @@ class Members:
             rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
         if self._group.generation < latest.generation:
             self._group.enter(latest.generation, latest.living)
-        self.current = latest.remembering(self.current)
+        before, self.current = self.current, latest.remembering(self.current)
+        joined = {rank: latest.joined[rank] for rank in latest.joined.keys() - before.joined.keys()}
+        asks = sorted(rank for rank, one in joined.items() if one.donor == self._group.rank)
+        if asks and (give := self.give()) is not None:
+            give(asks)
         return True
 
-    def enter(self, rounds: Rounds, donor: int) -> None:
+    def enter(self, rounds: Rounds) -> None:
         """Make a joiner a member; waits for the store only.
 
         Raises:
@@ -143,7 +158,7 @@ class Members:
         assert watch is not None
         assert is_joinable(transport)
         introduction = transport.introduction
-        self._group.ask(lambda _: watch.enter(donor, introduction))
+        self._group.ask(lambda _: watch.enter(introduction))
         watch.start()
         self.follow_latest(rounds)
 
@@ -156,12 +171,12 @@ class Members:
             return False
         return self.watch.examine(self.current.generation, self._group.broken_by, self._listen)
 
-    def has_partners(self, rounds: Rounds) -> bool:
+    def has_partners(self) -> bool:
         """Whether there are other members, and a consensus with them is possible."""
-        gone = rounds.channel.gone
-        fixed = self.watch is None or self.watch.store_lost is not None
-        others = set(self.current.living) - {self._group.rank, *gone}
-        return bool(others) and not (gone and fixed)
+        is_fixed = self.watch is None or self.watch.store_lost is not None
+        if self.liveness.down and is_fixed:
+            return False
+        return any(self.is_alive(rank) for rank in self.current.living if rank != self._group.rank)
 
     def closed(self) -> list[int]:
         """Return ranks that closed their sessions without an exception, if no other is left."""
@@ -175,25 +190,17 @@ class Members:
             for rank, loss in self._gone_if_alone().items()
         ]
 
-    def left_after(self, number: int) -> dict[int, int]:
-        """Return ranks that entered the session's n-th collective and left, if no other is left.
-
-        The values are how many each had entered.
-        """
+    def gave_up(self) -> list[int]:
+        """Return ranks whose last collective failed before they left, if no other is left."""
         gone = self._gone_if_alone().items()
-        return {rank: loss.calls for rank, loss in gone if loss.left and loss.calls >= number}
+        return [rank for rank, loss in gone if loss.left and loss.why == _GAVE_UP]
 
     def _gone_if_alone(self) -> dict[int, Loss]:
         return self.current.gone if self.current.living == (self._group.rank,) else {}
 
-    def note_call(self, number: int) -> None:
-        """Note that this rank enters the session's n-th collective."""
-        if self.watch is not None:
-            self.watch.calls = number
-
-    def check_store(self, rounds: Rounds) -> None:
+    def check_store(self) -> None:
         """Raise `GossipError` if ranks are gone and the store, which removes them, is lost."""
-        if gone := self.unreachable(rounds):
+        if gone := self.unreachable():
             assert self.watch is not None
             raise GossipError(
                 f"no collective is possible any more: {named([*gone])} cannot be reached, and "
@@ -202,25 +209,24 @@ class Members:
                 "model.state_dict()"
             )
 
-    def unreachable(self, rounds: Rounds | None) -> dict[int, str]:
+    def unreachable(self) -> dict[int, str]:
         """See `Session.unreachable`."""
-        if self.watch is None or rounds is None or (why := self.watch.store_lost) is None:
+        if self.watch is None or (why := self.watch.store_lost) is None:
             return {}
         return {
-            rank: how if how == "left" else f"its link broke, and {why}"
-            for rank, how in rounds.channel.gone.items()
+            rank: how if how == LEFT else f"its link broke, and {why}"
+            for rank, how in self.liveness.down.items()
             if rank in self.current.living
         }
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the membership; a rank killed by a script just falls silent."""
-        if self.donor is not None:
-            self.donor.close()
         if self.watch is not None:
             if isinstance(error, ScriptedDeathError):
                 self.watch.stop()
             else:
-                self.watch.leave(LEFT if error is None else f"{LEFT} by {type(error).__name__}")
+                why = LEFT if error is None else f"{LEFT} by {type(error).__name__}"
+                self.watch.leave(_GAVE_UP if self.gives_up else why)
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
         """Leave an unclosed session at exit, with a last message to the others."""

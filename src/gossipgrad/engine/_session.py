@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -21,15 +22,18 @@ from gossipgrad.comm import (
     broadcast_replica,
     digest,
     fingerprint,
+    load_replica,
     local,
+    misfit,
 )
-from gossipgrad.engine._admission import Admission, Carried, why_not_join
-from gossipgrad.engine._arrival import Arrival
+from gossipgrad.engine._arrival import position_of
 from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._connection import check_growth, connect
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase, memory_of
+from gossipgrad.engine._invitation import Invitation, why_not_join
+from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._rebuild import rebuild_together
@@ -76,8 +80,7 @@ class Session:
         schedule: The partners of each round while all ranks live.
         replica: The user's model and optimizers.
         settings: The settings of rounds.
-        joined_with: For a joiner the donor's `carry`, otherwise None.
-        joined_from: The donor's rank.
+        joined_from: For a joiner the rank whose replica it began with, otherwise None.
     """
 
     door: ClassVar[str] = "gossip"
@@ -102,12 +105,11 @@ class Session:
         scaler: torch.amp.GradScaler | None = None,
         recorder: Recorder | None = None,
         heartbeats: Heartbeats | None = None,
-        arrival: Arrival | None = None,
+        joiner: Joiner | None = None,
     ) -> None:
         self.group, self.replica = group, replica
         self.schedule, self.settings = settings.schedule, settings
         self._recorder, self._heartbeats = recorder, heartbeats
-        self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
         self._in_consensus = self._is_closed = False
         self._process = os.getpid()
@@ -116,11 +118,17 @@ class Session:
         self._rounds: Rounds | None = None
         self._driver: StepDriver | None = None
         self._hooks: StepHooks | None = None
-        self._admission: Admission | None = None
+        self._invitation: Invitation | None = None
         self._farewell: Any = None
         self._watches: list[RemovableHandle] = []
         try:
-            self._members = Members(group, settings.schedule, heartbeats, arrival)
+            self._members = Members(
+                group,
+                settings.schedule,
+                heartbeats,
+                membership=None if joiner is None else joiner.membership,
+                name="" if joiner is None else joiner.name,
+            )
         except BaseException:
             replica.close()
             raise
@@ -128,11 +136,8 @@ class Session:
             self._watches = [watch_state_dict(replica.model, self._before_state_dict)]
             flows = self._deal()
             if group.world_size > 1 and transport is not None:
-                self._connect(flows, transport, arrival)
-            joins = arrival is not None
-            self._averaging = Averaging(
-                group, replica.model, self._members, self._rounds, joins=joins
-            )
+                self._connect(flows, transport, joiner)
+            self._averaging = Averaging(group, replica.model, self._members, self._rounds)
             self._driver = StepDriver(
                 replica,
                 settings,
@@ -143,7 +148,6 @@ class Session:
                 flows=flows,
                 check=replica.check_loaded if self.can_grow else replica.check,
                 after_update=self._after_update,
-                between_steps=None if self._admission is None else self._admission.poll,
             )
             self._watches += watch_states(
                 replica.model, replica.optimizers, self.wait, self._before_load
@@ -157,10 +161,12 @@ class Session:
                 door=self.door,
                 harm=self.unknown_scaler_harm,
             )
-            if arrival is None:
+            if joiner is None:
                 self._begin()
             else:
-                self._enter(arrival)
+                assert heartbeats is not None
+                self._run.enter(joiner.position, heartbeats.interval_seconds)
+                self.joined_from = joiner.donor
             group.call = f"a step or a collective of {self.door}()"
         except BaseException:
             self._close(wait_seconds=0.0)
@@ -211,7 +217,7 @@ class Session:
 
         `"left"` for members that closed their sessions. They are still in `membership`.
         """
-        return self._members.unreachable(self._rounds)
+        return self._members.unreachable()
 
     @property
     def position(self) -> int:
@@ -362,8 +368,8 @@ class Session:
                 broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
                 self.group.barrier()  # no rank sends by the new plan until all have it
         self.replica.accept()
-        if self._admission is not None:
-            self._admission.publish()
+        if self._invitation is not None:
+            self._invitation.publish()
         self._run.equal_at_step = self._run.steps
         self._begin()
 
@@ -587,25 +593,6 @@ class Session:
 
     # -- joining ----------------------------------------------------------------------------
 
-    @property
-    def carry(self) -> Carried:
-        """Values for a joiner in addition to the replica, such as the training loop's position.
-
-        Plain values (tensors, numbers, text, bytes, None, and lists and dicts of these), or a
-        function that returns them. The function is called in the training thread at the beginning
-        of `optimizer.step()`, when a joiner asks this rank: schedulers and samplers are then in
-        their state for this step. If it fails, the joiner gets the error, and training continues.
-
-        Raises:
-            GossipError: On assignment, if a value is not plain.
-        """
-        return None if self._admission is None else self._admission.carry
-
-    @carry.setter
-    def carry(self, values: Carried) -> None:
-        if self._admission is not None:
-            self._admission.carry = values
-
     def join_address(self) -> str:
         """Return the address for `gg.join`; local except for the store.
 
@@ -619,19 +606,17 @@ class Session:
         """
         if self._is_closed:
             raise GossipError("the session is closed: only a running session can be joined")
-        if self._admission is None:
+        if self._invitation is None:
             raise ValueError(
                 "none can join this run: it began with one rank, without links: begin with two"
             )
-        return self._admission.address()
+        return self._invitation.address()
 
-    def _enter(self, arrival: Arrival) -> None:
-        """Become a member of a running run."""
-        assert self._rounds is not None
-        assert self._heartbeats is not None
-        self._members.enter(self._rounds, arrival.donor)
-        self._run.enter(arrival, self._heartbeats.interval_seconds)
-        self.joined_with, self.joined_from = arrival.carried, arrival.donor
+    def _give_replica(self, joiners: Sequence[int]) -> None:
+        """Send this rank's replica to joiners, between two steps."""
+        if self._invitation is not None and self._rounds is not None and self._driver is not None:
+            position = position_of(self._rounds, self._driver.steps, self.settings.every)
+            self._invitation.send_replica(joiners, position)
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
@@ -653,8 +638,8 @@ class Session:
         """Begin with the parameters of `rebuild()`; for families."""
         self.replica.accept()
         self.replica.version += 1
-        if self._admission is not None:
-            self._admission.publish()
+        if self._invitation is not None:
+            self._invitation.publish()
         self._begin()
 
     def _adopt(self) -> None:
@@ -663,8 +648,8 @@ class Session:
             self._run.use(self._deal())
             self._averaging.average(self.flows)
         self.replica.accept()
-        if self._admission is not None:
-            self._admission.publish()
+        if self._invitation is not None:
+            self._invitation.publish()
 
     @contextmanager
     @torch.inference_mode(False)
@@ -732,7 +717,7 @@ class Session:
         self,
         flows: Sequence[Flow],
         transport: Callable[[Group, int], Transport],
-        arrival: Arrival | None,
+        joiner: Joiner | None,
     ) -> None:
         """Create the links to the others and, unless this rank is a joiner, equal replicas."""
         replica, members = self.replica, self._members
@@ -742,23 +727,23 @@ class Session:
             flows,
             group=self.group,
             transport=transport,
-            liveness=members.watch,
+            liveness=members.liveness,
             recorder=self._recorder,
-            arrival=arrival,
+            joiner=joiner,
         )
         # At interpreter exit a session that was not closed still sends LEAVE.
         self._farewell = members.close_at_exit(self, rounds)
         members.seat(rounds)
-        self._admission = Admission(
+        self._invitation = Invitation(
             self.group,
-            members,
+            members.name,
             rounds,
             replica,
             lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
-            every=self.settings.every,
             refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
-        if arrival is None:
+        members.give = WeakMethod(self._give_replica)
+        if joiner is None:
             # Heartbeats first:
             #  1. a large model takes longer than a lease on a slow network;
             #  2. without heartbeats all leases are then old when round 0 is sent;
@@ -766,6 +751,12 @@ class Session:
             members.start()
             broadcast_replica(self.group, replica.model, replica.optimizers)
             members.confirm()
+            self._invitation.publish()
+        else:
+            state = joiner.enter(rounds, members)
+            if (why := misfit(replica.model, replica.optimizers, state)) is not None:
+                raise ValueError(f"the replica of rank {joiner.donor} does not fit: {why}")
+            load_replica(replica.model, replica.optimizers, state)
 
     def _before_state_dict(self) -> bool:
         """Mix parts in flight; return whether to warn that replicas differ."""
@@ -773,7 +764,7 @@ class Session:
         if rounds is None or run is None or self._in_consensus or self._is_closed:
             return False
         run.wait()
-        return self._members.has_partners(rounds) and run.steps > run.equal_at_step
+        return self._members.has_partners() and run.steps > run.equal_at_step
 
     def _before_load(self) -> None:
         """Mix parts in flight, and note the weights as they were before a state is loaded."""

@@ -46,8 +46,6 @@ class Stats:
         averaging_seconds: Time that steps were blocked on periodic averages.
         all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
             sent in as many steps: computed as 2 (p - 1) / p of them per step, not measured.
-        replicas_given: Number of joiners that received this rank's replica.
-        giving_seconds: Time that steps were blocked on copies for joiners.
     """
 
     rounds: int
@@ -68,8 +66,6 @@ class Stats:
     averaged_bytes: int
     averaging_seconds: float
     all_reduce_bytes: int
-    replicas_given: int
-    giving_seconds: float
 
     def _repr_html_(self) -> str:
         """Return a small table of the main figures, for notebooks."""
@@ -122,7 +118,6 @@ def collect(
     gradient_bytes: int,
 ) -> Stats:
     """Collect the counters of a session; `rounds` is None without partners."""
-    donor = members.donor
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
     in_flight = () if rounds is None else rounds.in_flight
     living = len(members.current.living)
@@ -148,6 +143,4 @@ def collect(
         averaged_bytes=averaging.averaged_bytes,
         averaging_seconds=averaging.seconds,
         all_reduce_bytes=2 * (world_size - 1) * steps * gradient_bytes // world_size,
-        replicas_given=0 if donor is None else donor.given,
-        giving_seconds=0.0 if donor is None else donor.seconds,
     )

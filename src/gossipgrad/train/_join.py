@@ -26,6 +26,7 @@ from ._config import TrainConfig
 from ._device import check_device
 from ._finish import Ends, finish
 from ._folder import RunDir, held, hold_lock, write_errors
+from ._loop import Best
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
 from ._progress import Progress
@@ -131,7 +132,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         progress.notice("leaving the run, which continues; once more to end at once")
         stop.set()
 
-    joiner = RunJoiner(invitation["address"], run_dir, stop=stop, emit=emit)
+    joiner = RunJoiner(invitation, run_dir, stop=stop, emit=emit)
     with hold_lock(run_dir), catch_stops(on_stop) as stops, closing(progress), closing(joiner):
         try:
             job = load_job(config)
@@ -213,7 +214,8 @@ def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Mapping[str, An
 def _read_invitation(run_dir: RunDir) -> Mapping[str, Any]:
     try:
         found = json.loads(run_dir.invitation.read_text())
-        return {name: found[name] for name in ("address", "refusal", "data")}
+        names = ("address", "refusal", "data", "strategy", "checkpoint_base", "began_seconds")
+        return {name: found[name] for name in names}
     except FileNotFoundError as error:
         raise ValueError(
             f"the run in {run_dir.path} is not training. If it starts just now, try again when it "
@@ -257,17 +259,16 @@ class RunJoiner:
 
     def __init__(
         self,
-        address: str,
+        invitation: Mapping[str, Any],
         run_dir: RunDir,
         *,
         stop: threading.Event,
         emit: Callable[[Event], None],
     ) -> None:
-        self._address, self._run_dir = address, run_dir
+        self.invitation, self._run_dir = invitation, run_dir
         self._stop, self._emit = stop, emit
         self.rank = self.begun_step = 0
         self.ends: Ends | None = None  # as soon as it has joined
-        self.received: dict[str, Any] = {}
         self._batches: ElasticBatches | None = None
         self._run_stops = False
         self._asked_seconds = -math.inf
@@ -288,39 +289,37 @@ class RunJoiner:
     ) -> gg.GossipSession:
         """Join; model and optimizers are then those of a living rank, but for the initial rates."""
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-        session = gg.join(
-            model, optimizers, self._address, **settings, timeout_seconds=_JOIN_SECONDS
-        )
+        address = self.invitation["address"]
+        session = gg.join(model, optimizers, address, **settings, timeout_seconds=_JOIN_SECONDS)
         for optimizer, initial in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 group["initial_lr"] = rate  # what schedules go by
-        assert session.joined_with is not None
-        self.rank, self.received = session.rank, session.joined_with
+        self.rank = session.rank
         root = store = session.group.store
         while isinstance(root, dist.PrefixStore):
             root = root.underlying_store
         mailbox = AskedStore(dist.PrefixStore(MAILBOX, root), timeout_seconds=_STORE_SECONDS)
         self._held.enter_context(held(self._run_dir.rank_lock(self.rank)))
         self.ends = Ends(self._run_dir, mailbox)
-        begun = self.received["strategy"]["ahead"] + session.position
+        begun = self.invitation["strategy"]["ahead"] + session.position
         with suppress(OSError):  # a run that is over, or a folder of this machine alone
             self._run_dir.rank_joined(self.rank).write_text(json.dumps({"step": begun}))
         thread = threading.Thread(target=self._watch, args=(StopFlag(store),), daemon=True)
         thread.start()
         self._held.callback(thread.join)
-        donor = session.membership.joined[session.rank].donor
-        self._emit({"event": "joined", "rank": session.rank, "from_rank": donor})
+        self._emit({"event": "joined", "rank": session.rank, "from_rank": session.joined_from})
         return session
 
     def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
-        """Where the run is, by the donor's state and the newest epoch in the store; local."""
-        self._batches, received = batches, self.received
-        strategy.load_state_dict(received["strategy"])
+        """Where the run is, by the session's position and the newest epoch in the store; local."""
+        self._batches = batches
+        strategy.load_state_dict(self.invitation["strategy"])
         self.begun_step = strategy.position(0)
         return LoopState.made_by_others(
-            epoch=max(received["epoch"], batches.newest_epoch() or 0),
+            epoch=batches.newest_epoch() or 0,
             steps=self.begun_step,
-            **{name: received[name] for name in ("position", "best", "seconds")},
+            best=Best.read(self._run_dir.best),
+            seconds=max(0.0, time.time() - self.invitation["began_seconds"]),
         )
 
     def flush(self) -> None:

@@ -1,5 +1,6 @@
 """The training loop: what a user's own loop does, with a clock and a stop."""
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -9,6 +10,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gossipgrad.checkpoint import write_safetensors
@@ -37,6 +39,15 @@ class Best:
             return not math.isnan(accuracy)
         return self._sign * accuracy > self._sign * self.found["accuracy"]
 
+    @staticmethod
+    def read(path: Path) -> dict[str, Any] | None:
+        """Return the best evaluation of which the model was written, None if none was."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                return json.loads(file.metadata()["found"])
+        except (OSError, KeyError, SafetensorError):
+            return None
+
     def take(
         self, evaluation: Evaluation, living: Sequence[int] | None, **when: float
     ) -> str | None:
@@ -48,7 +59,8 @@ class Best:
             return None
         partial = self._path.with_name(f"{self._path.name}.partial")
         try:
-            write_safetensors(partial, evaluation.weights, {"format": "pt"})
+            about = {"format": "pt", "found": json.dumps(self.found)}
+            write_safetensors(partial, evaluation.weights, about)
             partial.replace(self._path)
         except OSError as error:
             with suppress(OSError):
@@ -168,17 +180,6 @@ class Loop:
             self.metrics.count_loss(value, samples)
         self._last_loss = values[-1]
         self._unread.clear()
-
-    def state_for_joiner(self) -> dict[str, Any]:
-        """Where this rank is in the run, for one that joins; called between two steps."""
-        return {
-            "epoch": self._epoch,
-            "position": self.position.at(self.metrics.steps),
-            "seconds": self.metrics.seconds,
-            "best": self.best and self.best.found,
-            "strategy": self.strategy.state_dict(),
-            "checkpoint_base": self._one.checkpoints.base,
-        }
 
     def _loop_state(self, epoch: int) -> LoopState:
         self._read_losses()

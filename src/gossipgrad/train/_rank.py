@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from gossipgrad.second_order import SecondOrder
 
 from ._batches import LoaderBatches, RingBatches
 from ._evaluate import Evaluation
-from ._folder import RunDir, reserve_model, write_model, write_whole
+from ._folder import reserve_model, write_model, write_whole
 from ._job import Job
 from ._loggers import open_loggers
 from ._loop import Loop
@@ -48,12 +49,10 @@ def train_rank(given: RankInputs) -> RankResult:
             _saved_if_evicted(one.model, run_dir.evicted_model(one.rank)),
         ):
             loop = Loop(one, metrics)
-            if (session := one.strategy.session) is not None:
-                session.carry = loop.state_for_joiner
-                is_lowest = session.rank == min(session.membership.living)
-                if config.shuffle == "global" and is_lowest:
-                    why = invite(session, one.job, run_dir)
-                    one.strategy.notes += [] if why is None else [why]
+            session, shares = one.strategy.session, config.shuffle == "global"
+            if session is not None and shares and session.rank == min(session.membership.living):
+                why = invite(session, one, began_seconds=time.time() - metrics.seconds)
+                one.strategy.notes += [] if why is None else [why]
             reserve_model(run_dir, one.rank, one.model)
             emit({"event": "ready", "total_steps": one.total_steps, "living": one.strategy.living})
             unstarted.pop_all()
@@ -66,10 +65,18 @@ def train_rank(given: RankInputs) -> RankResult:
     return _result_of(one, metrics, final, best, seconds=seconds)
 
 
-def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
+def invite(session: Session, one: Rank, *, began_seconds: float) -> str | None:
     """Leave an invitation in the folder of the run, for its owner alone; why not, if so."""
-    found: dict[str, Any] = {"address": None, "refusal": None, "data": fingerprint_of(job)}
-    if job.train_loader is not None:
+    run_dir = one.run_dir
+    found: dict[str, Any] = {
+        "address": None,
+        "refusal": None,
+        "data": fingerprint_of(one.job),
+        "strategy": one.strategy.state_dict(),
+        "checkpoint_base": one.checkpoints.base,
+        "began_seconds": began_seconds,
+    }
+    if one.job.train_loader is not None:
         found["refusal"] = "its job has a loader of its own, whose shares are fixed"
     else:
         try:

@@ -93,7 +93,7 @@ class Entering(Joiner, Protocol):
     """A worker that joins the run before it trains."""
 
     begun_step: int
-    received: dict[str, Any]
+    invitation: Mapping[str, Any]
 
     def enter(
         self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
@@ -231,7 +231,7 @@ class Rank:
                     "the ring shuffle began again with the shards of the start, so some samples "
                     "were used twice in that epoch"
                 )
-        base = None if joiner is None else joiner.received["checkpoint_base"]
+        base = None if joiner is None else joiner.invitation["checkpoint_base"]
         self.checkpoints.begin(state, base)
         return state
 
