@@ -1,23 +1,29 @@
-"""Second-order optimizers: loss at equal steps, and how even their steps are.
+"""Second-order optimizers: loss at equal steps and equal time, how even steps are, and memory.
 
 * `loss`: a small GPT on Shakespeare (2 layers, width 64, context 64) and a perceptron on
   Fashion-MNIST of 14 x 14 pixels, one thread. Every optimizer has its learning rate from one
   search, on the first seed. Warm-up in 5 % of the steps, then linear decay to zero. Reported: the
-  loss on held-out samples, processor milliseconds a step, the share of steps after which each is
-  where AdamW ends, and SOAP with roots that are 1, 3, 5 and 10 steps late.
-* `spikes`: gg.SOAP on a small GPT whose matrices are blocks of 512, on one thread of compute, so
-  that on two cores one is free for a worker; by turns, a window of steps at a time, from equal
-  weights on equal batches. Reported: the 99th percentile over the median of a step's wall time,
-  the longest step, and the wall time of all.
+  loss on held-out samples after equal steps; after as many steps as take AdamW's processor time;
+  the share of steps after which each is where AdamW ends; and roots of SOAP and Shampoo that are 0
+  to 10 steps late.
+* `steps`: the optimizer's part of a step on a GPT of 4 layers and width 256, by turns, a window of
+  steps at a time, from equal weights on equal batches; refreshes every 10 steps. The median, the
+  mean, the 99th percentile and the longest step.
+* `memory`: bytes of state a parameter, by option, on square matrices; and of each rank with sharded
+  state on 2 and 4 processes.
+
+`pytorch_optimizer` takes part in `loss` and `steps` where it is installed.
 
     python -m benchmarks.second_order loss
-    python -m benchmarks.second_order spikes
+    python -m benchmarks.second_order steps --threads 2
+    python -m benchmarks.second_order memory
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,14 +32,14 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from benchmarks._common import best_rate, spread, tell, write
+from benchmarks._common import best_rate, in_processes, paired, spread, tell, write
 from benchmarks._tasks import GPT, Part, loss, mlp, whole, windows
 
 STEPS, SEEDS = 300, 3
 RATES = (1e-3, 3e-3, 1e-2)
 CONTEXT = 64
 EVALUATIONS = 25
-LATE = (1, 3, 5, 10)
+LATE = (0, 1, 3, 5, 10)
 Make = Callable[[nn.Module, float], Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -49,10 +55,19 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def late(steps: int) -> Make:
-    """SOAP whose roots come so many steps late."""
-    refresh = gg.Background(10, max_staleness=steps, executor=gg.Deterministic(steps))
-    return lambda model, lr: gg.SOAP(model, lr=lr, refresh=refresh)
+LATE_KINDS: dict[str, Any] = {"SOAP": gg.SOAP, "Shampoo": gg.Shampoo}
+
+if find_spec("pytorch_optimizer") is not None:
+    import pytorch_optimizer
+
+    OPTIMIZERS |= {
+        "pytorch_optimizer SOAP": lambda model, lr: pytorch_optimizer.SOAP(
+            model.parameters(), lr=lr, max_precondition_dim=2048
+        ),
+        "pytorch_optimizer Shampoo": lambda model, lr: pytorch_optimizer.Shampoo(
+            model.parameters(), lr=lr, preconditioning_compute_steps=10
+        ),
+    }
 
 
 class Gpt:
@@ -134,7 +149,7 @@ def measure_loss(steps: int, seeds: int) -> None:
     """Trains, and writes `results/second_order_loss.json` after each part."""
     figures: dict[str, Any] = {"setting": {"steps": steps, "seeds": seeds}}
     for name, kind in (("gpt", Gpt), ("mlp", Perceptron)):
-        task, targets = kind(), list[float]()
+        task, targets, budget = kind(), list[float](), 0.0
         found: dict[str, Any] = {"optimizers": {}, "late": {}}
         figures[name] = found
         for each, make in OPTIMIZERS.items():
@@ -148,11 +163,17 @@ def measure_loss(steps: int, seeds: int) -> None:
             runs = [first[lr], *(train(task, make, lr, steps, seed) for seed in range(1, seeds))]
             finals = [run["loss"][-1] for run in runs]
             targets = targets or finals
+            seconds = statistics.median(one["seconds"] for one in runs)
+            budget = budget or seconds
+            fewer = min(steps, round(steps * budget / seconds))
+            timed = [train(task, make, lr, fewer, seed)["loss"][-1] for seed in range(seeds)]
             found["optimizers"][each] = {
                 "lr": lr,
                 "searched": {str(k): v for k, v in sorted(tried.items())},
                 "final": finals,
                 "mean": statistics.mean(finals),
+                "over_adamw": paired(finals, targets),
+                "equal_time": {"steps": fewer, "final": timed, **paired(timed, targets)},
                 "share_of_steps": [
                     reaches(one, target, steps) for one, target in zip(runs, targets, strict=True)
                 ],
@@ -161,97 +182,190 @@ def measure_loss(steps: int, seeds: int) -> None:
             }
             tell(f"{name} {each}", found["optimizers"][each])
             write("second_order_loss", figures, module="second_order")
-        for late_by in LATE:
-            lr = found["optimizers"]["SOAP"]["lr"]
-            runs = [train(task, late(late_by), lr, steps, seed) for seed in range(seeds)]
-            found["late"][late_by] = [one["loss"][-1] for one in runs]
-            tell(f"{name} late", found["late"])
-            write("second_order_loss", figures, module="second_order")
+        for each, cls in LATE_KINDS.items():
+            lr = found["optimizers"][each]["lr"]
+            found["late"][each] = {}
+            for delay in LATE:
+                refresh = gg.Refresh(10, delay)
+
+                def make(
+                    model: nn.Module, lr: float, cls: Any = cls, refresh: Any = refresh
+                ) -> Any:
+                    return cls(model, lr=lr, refresh=refresh)
+
+                runs = [train(task, make, lr, steps, seed) for seed in range(seeds)]
+                again = train(task, make, lr, steps, 0)["loss"]
+                found["late"][each][delay] = {
+                    "final": [one["loss"][-1] for one in runs],
+                    "repeats": again == runs[0]["loss"],
+                }
+                write("second_order_loss", figures, module="second_order")
+            tell(f"{name} late {each}", found["late"][each])
 
 
-EVERY, STALENESS, WINDOW = 10, 5, 20
-POLICIES = {
-    "synchronous": gg.Synchronous(EVERY),
-    "staggered": gg.Staggered(EVERY),
-    "background": gg.Background(EVERY, STALENESS),
-    "background, fixed delay": gg.Background(EVERY, STALENESS, fixed_delay=True),
+WINDOW = 20
+STEPPERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "Muon": gg.Muon,
+    "SOAP": lambda model: gg.SOAP(model, lr=1e-3),
+    "SOAP, 5 late": lambda model: gg.SOAP(model, lr=1e-3, refresh=gg.Refresh(10, 5)),
+    "Shampoo": gg.Shampoo,
+    "Shampoo, 5 late": lambda model: gg.Shampoo(model, refresh=gg.Refresh(10, 5)),
 }
 
 
 class Contestant:
     """A model, its optimizer, and what has been measured of its steps."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
         torch.manual_seed(0)
-        self.model = GPT(layers=1, width=512, heads=8)
-        self.optimizer = gg.SOAP(self.model, lr=1e-3, max_dim=512, refresh=policy)
+        self.model = GPT(context=CONTEXT, layers=4, width=256)
+        self.optimizer = make(self.model)
         self.data = torch.Generator().manual_seed(1)
         self.walls: list[float] = []
-        self.total = self.cpu = 0.0
+        self.cpu = 0.0
 
-    def step(self) -> None:
-        """On a text to learn: each character is the sum of the two before it."""
-        x = torch.randint(65, (1, 130), generator=self.data)
-        for position in range(2, 130):
-            x[:, position] = (x[:, position - 1] + x[:, position - 2]) % 65
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss(self.model(x[:, 1:-1]), x[:, 2:]).backward()
-        self.optimizer.step()
-        self.walls.append(time.perf_counter() - start)
-
-    def window(self, *, counts: bool) -> None:
-        """Some steps; the first ones do not count."""
-        start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(WINDOW):
-            self.step()
-        self.optimizer.refresher.drain()
-        if counts:
-            self.total += time.perf_counter() - start
-            self.cpu += time.process_time() - cpu
-        else:
-            self.walls.clear()
+    def window(self, steps: int, *, counts: bool) -> None:
+        """Some steps; the first ones do not count. Work that is late is waited for."""
+        for _ in range(steps):
+            x, y = windows(0, self.data, 8, CONTEXT)
+            self.optimizer.zero_grad()
+            loss(self.model(x), y).backward()
+            start, cpu = time.perf_counter(), time.process_time()
+            self.optimizer.step()
+            if counts:
+                self.walls.append(time.perf_counter() - start)
+                self.cpu += time.process_time() - cpu
+        self.optimizer.state_dict()
 
     def figures(self) -> dict[str, Any]:
-        """Of all steps that count."""
+        """Of all steps that count, in milliseconds."""
         found = spread(self.walls)
         return {
+            "mean_ms": 1e3 * statistics.mean(self.walls),
             **{f"{name}_ms": 1e3 * value for name, value in found.items()},
             "p99_over_median": found["p99"] / found["median"],
-            "wall_seconds": self.total,
-            "cpu_seconds": self.cpu,
             "steps": len(self.walls),
         }
 
 
-def measure_spikes(rounds: int) -> None:
-    """Measures by turns, and writes `results/second_order_spikes.json`."""
-    contestants = {policy: Contestant(value) for policy, value in POLICIES.items()}
+def measure_steps(rounds: int, threads: int, names: list[str]) -> None:
+    """Measures by turns, and writes `results/second_order_steps.json`."""
+    made = STEPPERS | {
+        name: (lambda model, make=make: make(model, 1e-3))
+        for name, make in OPTIMIZERS.items()
+        if name.startswith("pytorch_optimizer")
+    }
+    contestants = {
+        name: Contestant(make) for name, make in made.items() if not names or name in names
+    }
     for turn in range(rounds + 1):
         for contestant in contestants.values():
-            contestant.window(counts=turn > 0)
-    found = {policy: each.figures() for policy, each in contestants.items()}
-    for policy, figures in found.items():
-        tell(policy, {key: round(value, 3) for key, value in figures.items()})
+            contestant.window(WINDOW if turn else 3, counts=turn > 0)
+    found = {name: each.figures() for name, each in contestants.items()}
+    for name, figures in found.items():
+        tell(name, {key: round(value, 2) for key, value in figures.items()})
     for each in contestants.values():
-        each.optimizer.close()
-    figures = {"seed": 0, "figures": {"SOAP": found}}
-    print(write("second_order_spikes", figures, module="second_order"))
+        if hasattr(each.optimizer, "close"):
+            each.optimizer.close()
+    name = f"second_order_steps_{threads}"
+    print(write(name, {"threads": threads, "figures": found}, module="second_order"))
+
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "": {},
+    "delay=5": {"refresh": gg.Refresh(10, 5)},
+    "root_dtype=bfloat16": {"root_dtype": torch.bfloat16},
+    "bfloat16, delay=5": {"root_dtype": torch.bfloat16, "refresh": gg.Refresh(10, 5)},
+}
+MATRIX = 256
+
+
+def state_bytes(optimizer: Optimizer, names: tuple[str, ...] = ("",)) -> int:
+    """Bytes of the memory behind an optimizer's state, of tensors whose names start so."""
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for state in optimizer.state_dict()["state"].values()
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and name.startswith(names)
+    }
+    return sum(found.values())
+
+
+def squares(parameters: int) -> nn.ModuleList:
+    """Square matrices."""
+    count = round(parameters / MATRIX**2)
+    return nn.ModuleList(nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(count))
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    """Steps with random gradients, equal on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def shard_bytes(rank: int, world_size: int, parameters: int) -> int:
+    """Bytes of one rank's state."""
+    torch.set_num_threads(1)
+    model = squares(parameters)
+    optimizer = gg.SOAP(model)
+    gg.share_roots(optimizer, shard=True)
+    stepped(model, optimizer, 2)
+    return state_bytes(optimizer)
+
+
+def measure_memory(sizes: list[int]) -> None:
+    """Writes `results/second_order_memory.json`."""
+    found: dict[str, Any] = {}
+    for size in sizes:
+        model = squares(size)
+        count = sum(p.numel() for p in model.parameters())
+        of_size = found[f"{size / 1e6:g} M"] = {}
+        for kind in ("AdamW", "SOAP", "KLShampoo", "Shampoo"):
+            for option, settings in MEMORY.items() if kind != "AdamW" else [("", {})]:
+                if kind == "AdamW":
+                    optimizer = torch.optim.AdamW(model.parameters())
+                else:
+                    optimizer = getattr(gg, kind)(model, **settings)
+                stepped(model, optimizer, 1)
+                name = f"{kind}({option})"
+                of_size[name] = round(state_bytes(optimizer) / count, 2)
+                if kind != "AdamW":
+                    optimizer.close()
+                    roots = state_bytes(optimizer, ("left_", "right_"))
+                    of_size[f"{name}, roots"] = round(roots / count, 2)
+                tell(f"{size / 1e6:g} M {name}", {"bytes a parameter": of_size[name]})
+                write("second_order_memory", found, module="second_order")
+    size = min(sizes)
+    count = sum(p.numel() for p in squares(size).parameters())
+    for world_size in (2, 4):
+        held = in_processes(world_size, shard_bytes, size)
+        found[f"shard, {world_size} ranks"] = [round(each / count, 2) for each in held]
+        tell(f"shard on {world_size}", {"bytes a parameter": found[f"shard, {world_size} ranks"]})
+        write("second_order_memory", found, module="second_order")
 
 
 def main() -> None:
     """Answers one question."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("question", choices=("loss", "spikes"))
+    parser.add_argument("question", choices=("loss", "steps", "memory"))
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run of `loss`")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--rounds", type=int, default=2, help="of `spikes`, 20 steps each")
+    parser.add_argument("--rounds", type=int, default=2, help="of `steps`, 20 steps each")
+    parser.add_argument("--threads", type=int, default=1, help="of `steps`")
+    parser.add_argument("--only", nargs="*", default=[], help="contestants of `steps`")
+    parser.add_argument("--sizes", type=float, nargs="*", default=[1e7, 1e8], help="of `memory`")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     if options.question == "loss":
         measure_loss(options.steps, options.seeds)
+    elif options.question == "steps":
+        measure_steps(options.rounds, options.threads, options.only)
     else:
-        measure_spikes(options.rounds)
+        measure_memory([round(size) for size in options.sizes])
 
 
 if __name__ == "__main__":

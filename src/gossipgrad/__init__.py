@@ -49,12 +49,9 @@ if _TYPE_CHECKING:
     from gossipgrad.muon import SudaStats as SudaStats
     from gossipgrad.muon import suda as suda
     from gossipgrad.second_order import SOAP as SOAP
-    from gossipgrad.second_order import Background as Background
-    from gossipgrad.second_order import Deterministic as Deterministic
     from gossipgrad.second_order import KLShampoo as KLShampoo
+    from gossipgrad.second_order import Refresh as Refresh
     from gossipgrad.second_order import Shampoo as Shampoo
-    from gossipgrad.second_order import Staggered as Staggered
-    from gossipgrad.second_order import Synchronous as Synchronous
     from gossipgrad.second_order import Tiers as Tiers
     from gossipgrad.second_order import share_roots as share_roots
     from gossipgrad.simulate import advise as advise

@@ -111,23 +111,18 @@ def test_another_optimizer_brings_its_own_learning_rate(saved, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("line", "gossip", "roots"),
+    ("line", "gossip", "suda"),
     [
-        ("--mode stale --max-staleness 8", 8, 5),
-        ("--mode stale --max-staleness=5", 5, 5),
-        ("--strategy allreduce --optimizer soap --refresh background --max-staleness 0", 2, 0),
-        ("--optimizer soap --second-order.max-staleness 3 --mode stale", 2, 3),
+        ("--topology matching", "matching", "dissemination"),
+        ("--topology=ring", "ring", "dissemination"),
+        ("--strategy suda --optimizer muon --topology ring", "dissemination", "ring"),
+        ("--suda.topology ring --topology hypercube", "hypercube", "ring"),
     ],
 )
-def test_a_short_name_goes_to_the_owner_that_is_chosen(line, gossip, roots):
+def test_a_short_name_goes_to_the_owner_that_is_chosen(line, gossip, suda):
     options = given(*line.split()).options
-    assert options["gossip"].max_staleness == gossip
-    assert options["second_order"].max_staleness == roots
-
-
-def test_a_short_name_with_two_owners_is_refused(capsys):
-    assert given("--optimizer", "soap", "--mode", "stale", "--max-staleness", "3") is None
-    assert "--gossip.max-staleness or --second-order.max" in capsys.readouterr().err
+    assert options["gossip"].topology == gossip
+    assert options["suda"].topology == suda
 
 
 def test_a_given_world_replaces_the_saved_number_of_processes(saved, monkeypatch):

@@ -91,7 +91,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(family):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_the_library_learn_as_on_the_cpu(name):
-    """Background roots, too: computed on the host while the card trains."""
+    """Late roots, too, computed beside training."""
 
     def rank_main(rank, attach, *, device):
         model = network().to(device)
@@ -113,6 +113,38 @@ def test_optimizers_of_the_library_learn_as_on_the_cpu(name):
     here = on_ranks(FAMILIES["gossip"], partial(rank_main, device="cpu"), 2)
     for ours, theirs in zip(there, here, strict=True):
         assert sum(ours) == pytest.approx(sum(theirs), rel=0.05)
+
+
+@pytest.mark.parametrize("storage", [None, gg.Tiers()])
+@pytest.mark.parametrize("kind", [gg.SOAP, gg.KLShampoo, gg.Shampoo])
+def test_second_order_steps_never_wait_for_the_device(kind, storage):
+    model = network().cuda()
+    optimizer = kind(model, refresh=gg.Refresh(4, 2), storage=storage)
+    for number, (x, y) in enumerate(batches(0, 100)):
+        optimizer.zero_grad()
+        (model(x.cuda()) - y.cuda()).square().mean().backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.refresh_stats.failed == 0
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("kind", [gg.SOAP, gg.KLShampoo, gg.Shampoo])
+def test_second_order_steps_repeat_bit_for_bit_with_roots_beside_training(kind, delay):
+    runs = []
+    for _ in range(2):
+        model = network().cuda()
+        optimizer = kind(model, refresh=gg.Refresh(4, delay))
+        for x, y in batches(0, 40):
+            optimizer.zero_grad()
+            (model(x.cuda()) - y.cuda()).square().mean().backward()
+            optimizer.step()
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
 
 
 def test_a_gradient_scaler_skips_a_step_on_one_rank():

@@ -213,7 +213,7 @@ def test_reading_the_state_changes_nothing(name, bias):
 def test_a_loaded_run_equals_the_uninterrupted_one(name, flatten, late, tmp_path):
     """Also in a new optimizer, whose keys and shapes are what is read from the disk."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    of = {"refresh": gg.Background(4, 3, fixed_delay=True)} if late and name in SECOND_ORDER else {}
+    of = {"refresh": gg.Refresh(4, 3)} if late and name in SECOND_ORDER else {}
     model = network(bias=False)
     optimizer = make(name, model, **of)
     train(model, optimizer, range(14))  # roots of the last steps are not in use yet

@@ -1,10 +1,7 @@
-"""The optimizers as torch's are, by every policy and from every tier."""
+"""The optimizers as torch's are."""
 
 import copy
-import errno
 import io
-import os
-from itertools import pairwise
 
 import pytest
 import torch
@@ -71,31 +68,6 @@ def test_steps_do_not_depend_on_the_scale_of_gradients(cls):
     assert (large - usual).norm() < 0.1 * usual.norm()
 
 
-def test_newton_roots_of_rounded_products_are_warned_of():
-    torch.set_float32_matmul_precision("high")
-    try:
-        with pytest.warns(UserWarning, match="TF32"):
-            gg.Shampoo(net(), root_method="newton")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def chain():
-    """Matrices of many shapes, so that there are many units."""
-    torch.manual_seed(0)
-    sizes = (4, 5, 6, 7, 8, 9, 10, 11, 12)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
-
-
-def train_chain(model, optimizer, steps=range(13)):
-    for step in steps:
-        x = torch.randn(20, 4, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (model(x)[:, :4] - x.sin()).square().mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def equal(a, b):
     return all(map(torch.equal, a, b))
 
@@ -107,106 +79,21 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-# -- policies and tiers --------------------------------------------------------------------------
-
-
-@each
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"refresh": gg.Background(every=4, max_staleness=0)},
-        {"refresh": gg.Background(4, 4, executor=gg.Deterministic(0)), "staggered": True},
-        {"storage": gg.Tiers(device_bytes=None)},
-        {"storage": "30 %"},
-        {"storage": "30 %", "refresh": gg.Background(4, 2, fixed_delay=True)},
-    ],
-    ids=["background 0", "deterministic 0", "unlimited", "budget", "budget and background"],
-)
-def test_a_run_is_the_same_bit_for_bit(cls, options, tmp_path):
-    """As with Synchronous, or Staggered, and unlimited memory."""
-    options = dict(options)
-    plain = gg.Staggered(4) if options.pop("staggered", False) else gg.Synchronous(4)
-    if options.get("storage") and "refresh" in options:
-        plain = gg.Background(4, 2, fixed_delay=True)
-    model, twin = chain(), chain()
-    optimizer = cls(model, lr=0.02, refresh=plain, max_dim=6)
-    expected = train_chain(model, optimizer)
-    whole = optimizer.storage_stats.device_bytes
-    if options.get("storage") == "30 %":
-        options["storage"] = gg.Tiers(device_bytes=whole * 3 // 10, disk=tmp_path)
-    other = cls(twin, lr=0.02, max_dim=6, **({"refresh": plain} | options))
-    assert equal(expected, train_chain(twin, other))
-    if options.get("storage") and options["storage"].disk:
-        assert other.storage_stats.highest_device_bytes <= whole * 3 // 10
-        assert other.storage_stats.evictions > 0
-    assert other.refresh_stats.oldest <= 3 + getattr(plain, "max_staleness", 0)
-    optimizer.close()
-    other.close()
-
-
-def test_a_failed_refresh_leaves_the_roots_and_steps_without_one_are_grafted():
-    model = net()
-    policy = gg.Background(4, 1, on_bound="graft-only", executor=gg.Deterministic(3))
-    optimizer = gg.Shampoo(model, refresh=policy)
-    before = train(model, optimizer, range(20))
-    assert optimizer.refresh_stats.graft_only > 0
-    assert all(p.isfinite().all() for p in before)
-    for cls in (gg.SOAP, gg.KLShampoo):
-        with pytest.raises(ValueError, match="graft"):
-            cls(model, refresh=policy)
-    with pytest.raises(ValueError, match="graft"):
-        gg.Shampoo(model, graft="none", refresh=policy)
-
-
-@each
-@pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate"])
-@pytest.mark.parametrize("good", [0, 1, 5])
-def test_a_step_that_the_disk_fails_can_be_taken_again(cls, call, good, tmp_path, monkeypatch):
-    """Whichever access it is, in the first step or later: no unit is left with half a root."""
-    model = chain()
-    tiers = gg.Tiers(device_bytes=5000, disk=tmp_path)
-    optimizer = cls(model, refresh=gg.Synchronous(3), max_dim=6, storage=tiers)
-    first = 0 if call == "posix_fallocate" else 4
-    train_chain(model, optimizer, range(first))
-    real, left = getattr(os, call), [good]
-
-    def fail(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(GossipError, match="No space left"):
-            train_chain(model, optimizer, range(first, first + 9))
-    weights = train_chain(model, optimizer, range(first, first + 13))
-    assert all(p.isfinite().all() for p in weights)
-    assert optimizer.storage_stats.highest_device_bytes <= 5000
-    assert optimizer.refresh_stats.oldest <= 2
-    optimizer.close()
-
-
-def test_a_budget_below_a_unit_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="device_bytes"):
-        gg.SOAP(net(), storage=gg.Tiers(device_bytes=100, disk=tmp_path))
-
-
 # -- state -----------------------------------------------------------------------------------------
 
 
 @each
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_state_goes_on_bit_for_bit(cls, dtype, tmp_path):
-    """Jobs are under way when it is saved; it is loaded into other tiers and settings."""
+def test_a_loaded_state_continues_bit_for_bit(cls, dtype, where):
+    """Roots wait to be used when it is saved; it is loaded into other settings."""
     model = net(dtype)
-    policy = gg.Background(4, 3, executor=gg.Deterministic(2))
-    optimizer = cls(model, lr=0.02, refresh=policy)
-    train(model, optimizer, range(6))  # jobs of step 4 are under way
+    refresh = gg.Refresh(4, 3, where=where)
+    optimizer = cls(model, lr=0.02, refresh=refresh)
+    train(model, optimizer, range(6))
     state = saved_and_loaded(optimizer.state_dict())
     twin = copy.deepcopy(model)
-    tiers = gg.Tiers(device_bytes=6000, disk=tmp_path)
-    other = cls(twin, lr=1.0, max_dim=3, refresh=policy, storage=tiers)
+    other = cls(twin, lr=1.0, max_dim=3, refresh=refresh)
     train(copy.deepcopy(twin), other, range(1))
     other.load_state_dict(state)
     assert equal(train(model, optimizer, range(6, 16)), train(twin, other, range(6, 16)))
@@ -222,29 +109,59 @@ def test_a_loaded_state_goes_on_bit_for_bit(cls, dtype, tmp_path):
 
 
 @each
-def test_a_closed_optimizer_still_has_its_state_unless_that_was_on_disk(cls, tmp_path):
+def test_a_state_is_loaded_by_another_policy(cls):
     model = net()
-    optimizer = cls(model, refresh=gg.Background(3, 1))
+    optimizer = cls(model, refresh=gg.Refresh(4, 3))
+    train(model, optimizer, range(7))
+    state = saved_and_loaded(optimizer.state_dict())
+    optimizer.close()
+    for refresh in (gg.Refresh(4), gg.Refresh(6, 6), gg.Refresh(2, 1, where="device")):
+        twin = copy.deepcopy(model)
+        other = cls(twin, refresh=refresh)
+        other.load_state_dict(copy.deepcopy(state))
+        weights = train(twin, other, range(7, 30))
+        assert all(p.isfinite().all() for p in weights)
+        assert other.refresh_stats.failed == 0
+        other.close()
+
+
+@each
+def test_state_is_what_the_steps_use_and_saving_copies_none_of_it(cls):
+    model = net()
+    optimizer = cls(model, refresh=gg.Refresh(4))
+    train(model, optimizer, range(6))
+    held = {t.untyped_storage().data_ptr() for s in optimizer.state.values() for t in s.values()}
+    saved = {
+        t.untyped_storage().data_ptr()
+        for s in optimizer.state_dict()["state"].values()
+        for t in s.values()
+    }
+    assert saved == held
+    state = optimizer.state[model.up.weight]
+    before = {name: value.clone() for name, value in state.items()}
+    train(model, optimizer, range(6, 7))
+    assert all(
+        torch.equal(value, state[name]) == (name == "cohort")
+        for name, value in before.items()
+        if not name.startswith(("left_", "right_"))  # roots are not due in each step
+    )
+
+
+@each
+def test_a_closed_optimizer_still_has_its_state(cls):
+    model = net()
+    optimizer = cls(model, refresh=gg.Refresh(3, 1))
     train(model, optimizer)
-    optimizer.state_dict()  # waits for roots on their way
-    expected = optimizer.state_dict()["state"]
+    expected = copy.deepcopy(optimizer.state_dict())
     optimizer.close()
     found = optimizer.state_dict()["state"]
-    for place, values in expected.items():
-        kept = {k: v for k, v in values.items() if not k.startswith("pending")}
-        assert all(
-            torch.equal(*map(torch.as_tensor, (v, found[place][k]))) for k, v in kept.items()
-        )
+    for index, values in expected["state"].items():
+        assert all(torch.equal(value, found[index][name]) for name, value in values.items())
     with pytest.raises(GossipError, match="closed"):
         train(model, optimizer)
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": expected})
+    optimizer.load_state_dict(expected)
     train(model, optimizer)
     optimizer.close()
-    on_disk = cls(model, storage=gg.Tiers(device_bytes=10_000, disk=tmp_path))
-    train(model, on_disk)
-    on_disk.close()
-    with pytest.raises(GossipError, match="before close"):
-        on_disk.state_dict()
 
 
 def test_the_state_of_another_optimizer_is_refused():
@@ -290,8 +207,8 @@ def test_what_goes_where(cls):
         {"betas": 0.9},
         {"refresh": "background"},
         {"refresh": 10},
-        {"refresh": gg.Background},
-        {"storage": "scratch"},
+        {"refresh": gg.Refresh},
+        {"root_dtype": torch.float16},
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
@@ -320,7 +237,7 @@ def test_a_convolution_is_one_row_an_output_whatever_its_strides(cls):
 @each
 def test_parameters_without_gradient_stay_and_join_later(cls):
     model, twin = net(), net()
-    optimizer, other = cls(model, refresh=gg.Staggered(2)), cls(twin, refresh=gg.Staggered(2))
+    optimizer, other = cls(model, refresh=gg.Refresh(2)), cls(twin, refresh=gg.Refresh(2))
     for step in range(12):
         model.zero_grad()
         backward(model, step)
@@ -357,20 +274,20 @@ def test_groups_have_their_own_rates_and_weights_decay(cls):
 
 
 @each
-def test_a_step_that_was_interrupted_can_be_taken_again(cls):
+def test_a_step_that_was_interrupted_can_be_taken_again(cls, monkeypatch):
     model = net()
-    optimizer = cls(model, refresh=gg.Synchronous(3))
+    optimizer = cls(model, refresh=gg.Refresh(3))
     train(model, optimizer, range(4))
 
-    def interrupt():
+    def interrupt(unit, group):
         raise KeyboardInterrupt
 
-    make_job, optimizer.make_job = optimizer.make_job, lambda unit, group: interrupt
-    with pytest.raises(KeyboardInterrupt):
-        train(model, optimizer, range(4, 9))
-    optimizer.make_job = make_job
-    train(model, optimizer, range(4, 9))
-    assert optimizer.refresh_stats.oldest <= 2
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "find_roots", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, range(4, 9))
+    weights = train(model, optimizer, range(4, 9))
+    assert all(p.isfinite().all() for p in weights)
 
 
 @each

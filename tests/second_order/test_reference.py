@@ -32,27 +32,25 @@ def gradients(shape, steps=STEPS):
     ]
 
 
-@pytest.mark.parametrize(
-    ("refresh", "period", "late"),
-    [
-        (gg.Synchronous(10), 10, 0),
-        (gg.Background(10, 0), 10, 0),
-        (gg.Synchronous(1), 1, 0),
-        (gg.Background(8, 5, executor=gg.Deterministic(3)), 8, 3),
-        (gg.Background(6, 4, fixed_delay=True), 6, 4),
-    ],
-)
+@pytest.mark.parametrize("where", ["host", "auto"])
+@pytest.mark.parametrize(("every", "delay"), [(10, 0), (1, 0), (8, 3), (6, 6), (1, 1)])
 @pytest.mark.parametrize("name", ["SOAP", "KLShampoo", "Shampoo"])
-def test_equals_the_papers_letters(name, refresh, period, late):
-    """Tall and wide, alone and stacked (two are alike, a third turned), and a late refresh."""
+def test_equals_the_papers_letters(name, every, delay, where):
+    """Tall and wide, alone and stacked (two are alike, a third turned), and late refreshes."""
     shapes = [(5, 7), (7, 5), (5, 7), (4, 1), (6, 6)]
-    if late:
-        shapes = [(5, 7)]  # the first unit is due in steps that are multiples of the period
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     expected = [weight.detach().clone() for weight in weights]
+    refresh = gg.Refresh(every, delay, where=where)
     optimizer = getattr(gg, name)(weights, refresh=refresh, **SETTINGS[name])
-    rules = [getattr(reference, name)(**LETTERS[name], T=period, D=late) for _ in shapes]
+    # Three stacks, so six units over a window; in a turned block the left one is the columns'.
+    phases = [[unit * every // 6 for unit in range(2 * n, 2 * n + 2)] for n in (0, 0, 0, 1, 2)]
+    phases[1].reverse()
+    phases[3].reverse()
+    rules = [
+        getattr(reference, name)(**LETTERS[name], T=every, D=delay, p_L=left, p_R=right)
+        for left, right in phases
+    ]
     for step in range(STEPS):
         for i, weight in enumerate(weights):
             weight.grad = gradients(shapes[i])[step] * (i + 1)
@@ -61,3 +59,8 @@ def test_equals_the_papers_letters(name, refresh, period, late):
     for weight, value in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.detach(), value, rtol=1e-6, atol=1e-7)
     optimizer.close()
+
+
+def test_a_mean_over_nodes_weighs_nodes_and_not_ranks():
+    one, three = torch.eye(2), 3 * torch.eye(2)
+    assert torch.equal(reference.hierarchical_mean([[one, one, one], [three]]), 2 * one)

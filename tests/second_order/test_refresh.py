@@ -1,193 +1,284 @@
-"""When roots are computed and taken up: their age, failures, hangs, and what repeats."""
+"""When roots are computed and used: their steps, failures, repetition, and where."""
 
-import random
+import copy
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import warnings
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
-from gossipgrad.errors import GossipError
-from gossipgrad.second_order import Background, Deterministic, Refresher, Staggered, Synchronous
+import gossipgrad as gg
+from support.waiting import HANG_SECONDS
 
-
-def take_step(refresher, units, step, compute=None):
-    """One step of an optimizer; what it uses of each unit, whose factors are the step's number."""
-    used = []
-    for unit in range(units):
-        if refresher.is_due(unit, step):
-            factor = torch.full((3,), float(step))
-            refresher.submit(unit, step, (lambda f=factor: (f,)) if compute is None else compute)
-        root = refresher.current(unit, step)
-        used.append(None if root is None else (root.version, root.step, root.value[0][0].item()))
-    return used
+ALL = ("SOAP", "KLShampoo", "Shampoo")
+WHERE = ("host", "device")
 
 
-@pytest.fixture
-def refreshers():
-    made = []
-    yield lambda *args, **options: made.append(Refresher(*args, **options)) or made[-1]
-    for each in made:
-        each.close()
+def network():
+    torch.manual_seed(0)
+    sizes = [(6, 20), (20, 20), (20, 20), (20, 3)]
+    layers = [layer for a, b in sizes for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
-@pytest.mark.parametrize("on_bound", ["block", "synchronous"])
-@pytest.mark.parametrize(("every", "staleness"), [(10, 5), (1, 1), (4, 4)])
-def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, staleness, on_bound):
+def train(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (model(x) - x[:, :3].sin()).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
 
-    def compute(factor, pause):
-        time.sleep(pause)
-        return (factor,)
 
-    rng = random.Random(every)
-    refresher = Refresher(Background(every, staleness, workers=2, on_bound=on_bound), 4)
-    steps = 10_000 if every == 10 else 1000
+def roots_of(optimizer):
+    """Clones of all roots or bases, by parameter and name."""
+    return {
+        (index, name): value.clone()
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if name.partition(".")[0].endswith(("_basis", "_root")) and not name.startswith("next")
+    }
+
+
+def changes(optimizer, model, steps):
+    """The steps in which each root changed."""
+    found, before = {}, None
     for step in range(steps):
-        for unit in range(4):
-            if refresher.is_due(unit, step):
-                pause = rng.choice([0.0, 0.0, 0.0, 0.001])
-
-                factor = torch.full((2,), float(step))
-                refresher.submit(unit, step, partial(compute, factor, pause))
-            root = refresher.current(unit, step)
-            assert root.value[0].tolist() == [root.step] * 2
-            assert step - root.step <= every - 1 + staleness
-    refresher.close()
-    stats = refresher.stats
-    assert every - 1 <= stats.oldest <= every - 1 + staleness
-    assert stats.waits + stats.synchronous > 0
+        train(model, optimizer, [step])
+        now = roots_of(optimizer)
+        for key, value in now.items():
+            if before is not None and key in before and not torch.equal(before[key], value):
+                found.setdefault(key, []).append(step)
+        before = now
+    return found
 
 
-def until_error(refresher, compute_of, units=1, start=0):
-    """Steps until one raises: which, and what."""
-    for step in range(start, 60):
-        try:
-            take_step(refresher, units, step, compute_of(step))
-        except GossipError as error:
-            return step, error
-    return None
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("every", "delay"), [(5, 0), (5, 2), (4, 4), (1, 1)])
+def test_a_root_changes_once_in_a_window_and_exactly_so_late(every, delay, where):
+    model, twin = network(), network()
+    late = gg.Shampoo(model, refresh=gg.Refresh(every, delay, where=where))
+    exact = gg.Shampoo(twin, refresh=gg.Refresh(every, 0, where=where))
+    found, expected = changes(late, model, 26), changes(exact, twin, 26)
+    assert len(expected) == 2 * 4
+    for key, steps in expected.items():
+        assert all(b - a == every for a, b in pairwise(steps))
+        assert found[key] == [step + delay for step in steps if step + delay < 26]
+    late.close()
 
 
-def fail():
-    raise ArithmeticError("no convergence")
+def test_units_are_spread_over_the_window():
+    model = network()
+    optimizer = gg.SOAP(model, refresh=gg.Refresh(6), max_dim=20)
+    found = changes(optimizer, model, 20)
+    phases = sorted({steps[-1] % 6 for steps in found.values()})
+    assert phases == list(range(6))  # three shapes, so six units
 
 
-@pytest.mark.parametrize("policy", [Synchronous(5), Staggered(5), Background(5, 2)])
-@pytest.mark.parametrize("broken", [fail, lambda: (torch.tensor([float("nan")]),)])
-def test_a_failed_job_keeps_the_old_root_is_counted_and_tried_again(refreshers, policy, broken):
-    refresher = refreshers(policy, 1)
-    for step in range(15):
-        used = take_step(refresher, 1, step, broken if step in (5, 6) else None)
-        refresher.drain()
-        if 5 <= step < 7:
-            assert used[0][1] == 0
-    assert refresher.stats.failed == 2
-    assert used[0][1] in (10, 12)  # and then every five steps again
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", ALL)
+def test_late_roots_repeat_bit_for_bit(name, where):
+    runs = []
+    for _ in range(2):
+        model = network()
+        refresh = gg.Refresh(4, 3, workers=2, where=where)
+        optimizer = getattr(gg, name)(model, lr=0.02, refresh=refresh)
+        runs.append(train(model, optimizer, range(30)))
+        optimizer.close()
+    assert all(map(torch.equal, *runs))
 
 
-@pytest.mark.parametrize("policy", [Synchronous(5), Background(5, 2)])
-def test_jobs_that_always_fail_end_in_an_error_with_their_cause(refreshers, policy):
-    refresher = refreshers(policy, 1)
-    step, error = until_error(refresher, lambda step: fail if step else None)
-    assert isinstance(error.__cause__, ArithmeticError)
-    assert "no convergence" in str(error)
-    assert step == 5 - 1 + (2 if isinstance(policy, Background) else 0) + 5 + 1
-    take_step(refresher, 1, step + 1)
-    refresher.drain()
-    assert refresher.current(0, step + 2).step == step + 1  # it can go on
+@pytest.mark.parametrize("name", ALL)
+def test_both_places_train_alike(name):
+    """By other methods, so not bit for bit."""
+    losses = []
+    for where in WHERE:
+        model = network()
+        refresh = gg.Refresh(4, 2, where=where)
+        optimizer = getattr(gg, name)(model, lr=0.01, refresh=refresh)
+        train(model, optimizer, range(60))
+        x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
+        losses.append(float((model(x) - x[:, :3].sin()).square().mean()))
+        optimizer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+    assert losses[0] < 0.1
 
 
-def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refreshers):
-    stuck = threading.Event()
-    refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=5.0), 2)
+@pytest.mark.parametrize("method", ["eigh", "newton", "newton-db"])
+def test_each_root_method_trains_as_eigenvalues_do(method):
+    def loss_of(method):
+        model = network()
+        optimizer = gg.Shampoo(model, lr=0.01, root_method=method, refresh=gg.Refresh(5))
+        train(model, optimizer, range(80))
+        assert optimizer.refresh_stats.failed == 0
+        x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
+        return float((model(x) - x[:, :3].sin()).square().mean())
 
-    def hang():
-        stuck.wait()
-        return (torch.ones(1),)
-
-    step, error = until_error(refresher, lambda step: hang if step == 4 else None, units=2)
-    assert "unit 0" in str(error)
-    assert step == 4 + 2
-    stuck.set()
-    take_step(refresher, 2, step)
+    assert loss_of(method) == pytest.approx(loss_of("eigh"), rel=0.05)
 
 
-@pytest.mark.parametrize("saved_at", [12, 13, 14])
-def test_a_state_goes_on_as_the_run_does_also_with_roots_on_their_way(refreshers, saved_at):
-    policy = Background(5, 3, fixed_delay=True)
-    whole, refresher = refreshers(policy, 3), refreshers(policy, 3)
-    expected = [take_step(whole, 3, step) for step in range(40)]
-    for step in range(saved_at):
-        take_step(refresher, 3, step)
-    state = refresher.state_dict()
-    pending = [refresher.pending(unit) for unit in range(3)]
-    assert any(pending)
-    values = [(torch.full((3,), float(step)),) for step in state["steps"]]
-    other = refreshers(policy, 3)
-    other.load_state_dict(state, values, pending)
-    for each in (refresher, other):
-        assert [take_step(each, 3, step) for step in range(saved_at, 40)] == expected[saved_at:]
-    with pytest.raises(ValueError, match="units"):
-        refreshers(policy, 4).load_state_dict(state)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_root_that_fails_leaves_the_old_one_warns_once_and_is_tried_again(
+    delay, where, monkeypatch
+):
+    model = network()
+    optimizer = gg.SOAP(model, refresh=gg.Refresh(3, delay, where=where))
+    train(model, optimizer, range(4))
+    fails = threading.Event()
+    fails.set()
+    find_roots = optimizer.find_roots
+
+    def breaking(unit, group):
+        find = find_roots(unit, group)
+
+        def broken(factor, old, *, on_host):
+            if fails.is_set():
+                raise torch.linalg.LinAlgError("no convergence")
+            return find(factor, old, on_host=on_host)
+
+        return broken
+
+    monkeypatch.setattr(optimizer, "find_roots", breaking)
+    with pytest.warns(UserWarning, match="no convergence"):
+        after = train(model, optimizer, range(4, 13))
+    held = roots_of(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(13, 16))
+    later = roots_of(optimizer)
+    assert all(torch.equal(held[key], later[key]) for key in held)
+    assert all(p.isfinite().all() for p in after)
+    assert optimizer.refresh_stats.failed > 8
+    fails.clear()
+    train(model, optimizer, range(16, 24))
+    assert not any(
+        torch.equal(value, later[key])
+        for key, value in roots_of(optimizer).items()
+        if len(value) > 1
+    )
+    optimizer.close()
+
+
+def test_a_step_waits_for_a_root_that_is_not_ready_and_uses_it(monkeypatch):
+    model, twin = network(), network()
+    refresh = gg.Refresh(4, 2)
+    optimizer, other = gg.SOAP(model, refresh=refresh), gg.SOAP(twin, refresh=refresh)
+    gate = threading.Event()
+    find_roots = optimizer.find_roots
+
+    def slow(unit, group):
+        find = find_roots(unit, group)
+
+        def found(factor, old, *, on_host):
+            if unit.step > 1:
+                assert gate.wait(HANG_SECONDS)
+            return find(factor, old, on_host=on_host)
+
+        return found
+
+    monkeypatch.setattr(optimizer, "find_roots", slow)
+    thread = threading.Thread(target=train, args=(model, optimizer, range(12)))
+    thread.start()
+    expected = train(twin, other, range(12))
+    gate.set()
+    thread.join(HANG_SECONDS)
+    assert all(map(torch.equal, model.parameters(), expected))
+    assert optimizer.refresh_stats.waits >= 1
+    optimizer.close()
+    other.close()
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_roots_are_computed_by_exact_products_whatever_the_user_has_set(precision, monkeypatch):
+    seen = []
+    model = network()
+    optimizer = gg.Shampoo(model, refresh=gg.Refresh(3, 1, where="device"))
+    find_roots = optimizer.find_roots
+
+    def looking(unit, group):
+        find = find_roots(unit, group)
+
+        def found(factor, old, *, on_host):
+            seen.append(torch.backends.cuda.matmul.fp32_precision)
+            return find(factor, old, on_host=on_host)
+
+        return found
+
+    monkeypatch.setattr(optimizer, "find_roots", looking)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        train(model, optimizer, range(6))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {"ieee"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ALL)
+def test_on_a_device_a_bad_gradient_is_skipped_counted_and_said_once(name, value):
+    """As there, flags stay tensors: the host never looks at a gradient of this step."""
+    model = network()
+    optimizer = getattr(gg, name)(model, lr=0.01, refresh=gg.Refresh(4, 2, where="device"))
+    before = train(model, optimizer, range(9))
+    for p in model.parameters():
+        p.grad.zero_()
+    model[2].weight.grad[3, 4] = value
+    model[4].bias.grad[0] = value
+    optimizer.step()
+    for index in (2, 5):
+        assert torch.equal([*model.parameters()][index], before[index])
+    with pytest.warns(UserWarning, match="finite"):
+        train(model, optimizer, [9])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = train(model, optimizer, range(10, 40))
+    assert optimizer.nonfinite_steps == 1
+    assert all(p.isfinite().all() for p in after)
+    assert not torch.equal(after[2], before[2])
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", ALL)
+def test_bases_and_roots_in_half_the_memory_train_alike(name, where):
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        model = network()
+        refresh = gg.Refresh(4, 2, where=where)
+        optimizer = getattr(gg, name)(model, lr=0.01, refresh=refresh, root_dtype=dtype)
+        train(model, optimizer, range(60))
+        twin, other = copy.deepcopy((model, optimizer))
+        assert all(
+            map(
+                torch.equal,
+                *(train(m, o, range(60, 70)) for m, o in ((model, optimizer), (twin, other))),
+            )
+        )
+        x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
+        losses.append(float((model(x) - x[:, :3].sin()).square().mean()))
+        if dtype is not None:
+            assert {value.dtype for value in roots_of(optimizer).values()} == {dtype}
+        optimizer.close()
+        other.close()
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
 
 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
-    "make",
+    "settings",
     [
-        lambda: Synchronous(0),
-        lambda: Staggered(every=2.5),
-        lambda: Background(max_staleness=-1),
-        lambda: Background(every=4, max_staleness=5),
-        lambda: Background(workers=0),
-        lambda: Background(on_bound="wait"),
-        lambda: Background(timeout_seconds=0.0),
-        lambda: Background(timeout_seconds=float("inf")),
-        lambda: Background(executor=threading.Thread),
-        lambda: Deterministic(-1),
-        lambda: Refresher(Background(on_bound="graft-only"), 1, has_peers=True),
+        {"every": 0},
+        {"every": 2.5},
+        {"delay": -1},
+        {"every": 4, "delay": 5},
+        {"workers": 0},
+        {"workers": True},
+        {"where": "disk"},
     ],
 )
-def test_settings_outside_their_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"at least|above|none of|drift|Executor"):
-        make()
-
-
-def test_values_are_never_torn_or_older_than_before(refreshers):
-    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
-    refresher = refreshers(Background(3, 3, workers=2), 1)
-    stop, torn, reads = threading.Event(), [], [0]
-
-    def read(last=0):
-        while not stop.is_set():
-            root = refresher.current(0, 0)
-            value = root.value[0]
-            if not bool((value == root.step).all()) or root.version < last:
-                torn.append((root, last))
-            last = root.version
-            reads[0] += 1
-
-    take_step(refresher, 1, 0)
-    reader = threading.Thread(target=read)
-    reader.start()
-    step = 0
-    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
-        step += 1
-        factor = torch.full((512,), float(step))
-        if refresher.is_due(0, step):
-            refresher.submit(0, step, lambda f=factor: (f.clone(),))
-    stop.set()
-    reader.join()
-    assert not torn
-    assert refresher.stats.refreshes > 20
-
-
-def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
-    executor = ThreadPoolExecutor(1)
-    refresher = refreshers(Background(4, 2, executor=executor), 1)
-    take_step(refresher, 1, 0)
-    executor.shutdown()
-    _, error = until_error(refresher, lambda step: None, start=1)
-    assert "shutdown" in str(error)
+def test_settings_outside_their_range_are_refused(settings):
+    with pytest.raises(ValueError, match=f"{[*settings][-1]}="):
+        gg.Refresh(**settings)

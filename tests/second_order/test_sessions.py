@@ -35,7 +35,7 @@ def on_ranks(kind, rank_main, world_size=2, **settings):
 
     def start(rank, group):
         model = copy.deepcopy(MODEL)
-        optimizer = kind(model, lr=3e-3, refresh=gg.Staggered(3))
+        optimizer = kind(model, lr=3e-3, refresh=gg.Refresh(3))
         links = {"process_group": group, "transport": lambda g: hub.transport(rank)}
         with gg.gossip(model, optimizer, **links, **settings) as session:
             return rank_main(rank, model, optimizer, session)
@@ -63,15 +63,6 @@ def test_gossip_averages_factors_with_the_partner(kind, mode):
     assert together < (1e-5 if mode == "sync" else apart / 2)
 
 
-def test_factors_in_tiers_are_not_averaged_and_the_error_says_what_to_do():
-    model = copy.deepcopy(MODEL)
-    optimizer = gg.SOAP(model, storage=gg.Tiers(device_bytes=100_000))
-    with pytest.raises(gg.GossipError, match="payload='weights'"):
-        gg.gossip(model, optimizer, payload="weights+state")
-    with gg.gossip(model, optimizer):
-        train(model, optimizer, 3, seed=0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_that_are_to_shrink_are_refused_before_the_first_step(kind):
     model = copy.deepcopy(MODEL)
@@ -84,11 +75,11 @@ def test_the_mean_of_saved_replicas_has_the_mean_of_factors_and_orthogonal_bases
     states = []
     for seed in range(2):
         model = copy.deepcopy(MODEL)
-        optimizer = gg.SOAP(model, refresh=gg.Synchronous(3))
+        optimizer = gg.SOAP(model, refresh=gg.Refresh(3))
         train(model, optimizer, 7, seed=seed)
         states.append((replica_state(model, [optimizer]), factors(optimizer)))
     model = copy.deepcopy(MODEL)
-    optimizer = gg.SOAP(model, refresh=gg.Synchronous(3))
+    optimizer = gg.SOAP(model, refresh=gg.Refresh(3))
     load_replica(model, [optimizer], gg.average_states([state for state, _ in states]))
     for mean, a, b in zip(factors(optimizer), states[0][1], states[1][1], strict=True):
         torch.testing.assert_close(mean, (a + b) / 2)

@@ -44,10 +44,10 @@ def suda(model, optimizer, group: Group, *, hub: Hub, **settings):
 
 
 OPTIMIZERS = {
-    "SOAP": partial(gg.SOAP, refresh=gg.Staggered(3)),
-    "SOAP, background": partial(gg.SOAP, refresh=gg.Background(3, 2, fixed_delay=True)),
-    "KL-Shampoo": partial(gg.KLShampoo, refresh=gg.Staggered(3)),
-    "Shampoo": partial(gg.Shampoo, refresh=gg.Staggered(3)),
+    "SOAP": partial(gg.SOAP, refresh=gg.Refresh(3)),
+    "SOAP, late roots": partial(gg.SOAP, refresh=gg.Refresh(3, 2)),
+    "KL-Shampoo": partial(gg.KLShampoo, refresh=gg.Refresh(3)),
+    "Shampoo": partial(gg.Shampoo, refresh=gg.Refresh(3)),
     "GossipAdamW": lambda model, **options: gg.GossipAdamW(model.parameters(), **options),
 }
 """Optimizers of the library's own, which take a model, for the families of gossip."""

@@ -47,6 +47,7 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ("lr_gamma", {"lr_gamma": 1.0}),
         ("max_staleness", {"options": {"gossip": {"max_staleness": 16}}}),
         ("patience_seconds", {"options": {"gossip": {"patience_seconds": math.inf}}}),
+        ("refresh_delay", {"options": {"second_order": {"refresh_delay": 11}}}),
         ("compress", {"options": {"gossip": {"compress": "a tenth"}}}),
         *((name, {name: 0}) for name in ("accumulate", "max_steps", "evaluate_every")),
         ("clip_norm", {"clip_norm": 0.0}),

@@ -55,7 +55,7 @@ def test_a_run_that_was_stopped_continues_bit_for_bit_with_its_random_numbers(
 
 
 def test_a_second_order_run_continues_bit_for_bit_with_roots_on_their_way(tmp_path):
-    roots = {"refresh": "background", "refresh_every": 4, "max_staleness": 3, "max_dim": 64}
+    roots = {"refresh_every": 4, "refresh_delay": 3, "max_dim": 64}
     options = {"optimizer": "soap", "lr": 3e-3, "trace": 40, "epochs": 2}
     options["options"] = {"second_order": roots}
     whole = begin(tmp_path / "whole", **options)

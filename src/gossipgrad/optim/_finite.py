@@ -10,21 +10,35 @@ from torch import Tensor, nn
 from gossipgrad._messages import warn
 from gossipgrad.comm import is_sharded, local, widened
 
-__all__ = ["are_finite", "parameters_to_update"]
+__all__ = ["are_finite", "finite_flags", "parameters_to_update", "warn_of_nonfinite"]
 
 
+<<<<<<< HEAD
 @torch.no_grad()
 def are_finite(
     parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()
 ) -> list[bool]:
+=======
+def are_finite(parameters: Sequence[nn.Parameter]) -> list[bool]:
+>>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
     """Return for each parameter with a gradient whether the sum of its squares is finite.
 
     Of those whose ids are in `unsquared`, whether all elements are. A collective over the meshes of
     sharded parameters, so that all their ranks decide alike.
     """
+<<<<<<< HEAD
     if not parameters:
         return []
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+=======
+    return finite_flags(parameters).tolist() if parameters else []
+
+
+@torch.no_grad()
+def finite_flags(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the same as a tensor on the device of the first, without waiting for it."""
+    of_dtype: dict[torch.dtype, list[int]] = {}
+>>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
     norms: list[Tensor] = [torch.empty(0)] * len(parameters)
     for index, parameter in enumerate(parameters):
         is_largest = id(parameter) in unsquared and local(parameter).numel() > 0
@@ -39,7 +53,7 @@ def are_finite(
     finite = torch.stack([norm.to(device) for norm in norms]).isfinite()
     if any(map(is_sharded, parameters)):
         _agree(finite, parameters)
-    return finite.tolist()
+    return finite
 
 
 def parameters_to_update(
@@ -56,22 +70,29 @@ def parameters_to_update(
     if all(finite):
         return held
     if not optimizer.nonfinite_steps:
-        names = {
-            id(p): name
-            for group in optimizer.param_groups
-            for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
         bad = [p for p, is_good in zip(parameters, finite, strict=True) if not is_good]
-        first = names.get(id(bad[0]), f"a parameter of shape {tuple(bad[0].shape)}")
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        warn(
-            f"the gradient of {first}{more} is not finite, or too large to be squared: the step "
-            "leaves these parameters and their state as they were. This is said once; "
-            "optimizer.nonfinite_steps counts. Look for what makes the loss NaN, or clip gradients"
-        )
+        warn_of_nonfinite(optimizer, bad)
     optimizer.nonfinite_steps += 1
     good = {id(p) for p, is_good in zip(parameters, finite, strict=True) if is_good}
     return [[p for p in ps if id(p) in good] for ps in held]
+
+
+def warn_of_nonfinite(optimizer: Any, bad: Sequence[nn.Parameter]) -> None:
+    """Warn of the first step that leaves out parameters; none: which ones is not known."""
+    names = {
+        id(p): name
+        for group in optimizer.param_groups
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False)
+    }
+    what = "the gradient of a parameter"
+    if bad:
+        what = names.get(id(bad[0]), f"a parameter of shape {tuple(bad[0].shape)}")
+        what = f"the gradient of {what}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+    warn(
+        f"{what} is not finite, or too large to be squared: the step leaves such parameters as "
+        "they were. This is said once; optimizer.nonfinite_steps counts. Look for what makes the "
+        "loss NaN, or clip gradients"
+    )
 
 
 def _agree(finite: Tensor, parameters: Sequence[nn.Parameter]) -> None:

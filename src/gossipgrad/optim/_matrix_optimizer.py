@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from gossipgrad.optim._roles import ADAMW, choose_roles, is_named_hidden
 __all__ = ["MatrixOptimizer", "Parameters"]
 
 Parameters = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]] | Iterable[tuple[str, Any]]
+_ALL: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+"""No flags: all gradients are known to be finite."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -188,9 +191,18 @@ class MatrixOptimizer(Optimizer):
             lines += [f"    {each}" for each in _abridged(group)]
         return "\n".join([f"{type(self).__name__} (", *lines, ")"])
 
-    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return local gradients, at least in fp32; do not write to them."""
-        return [local(p.grad).to(widened(p.dtype)) for p in parameters if p.grad is not None]
+    def gradients(
+        self, parameters: Sequence[nn.Parameter], finite: Mapping[nn.Parameter, Tensor] = _ALL
+    ) -> list[Tensor]:
+        """Return local gradients, at least in fp32; do not write to them.
+
+        Zeros for those that are not finite by flags on a device.
+        """
+        found = [local(p.grad).to(widened(p.dtype)) for p in parameters if p.grad is not None]
+        if not finite:
+            return found
+        pairs = zip(parameters, found, strict=True)
+        return [torch.where(finite[p], gradient, 0) for p, gradient in pairs]
 
     def parameters_to_update(self) -> list[list[nn.Parameter]]:
         """Return for each group the parameters that this step updates: gradients are finite.
@@ -198,6 +210,11 @@ class MatrixOptimizer(Optimizer):
         Raises:
             RuntimeError: A gradient is sparse.
         """
+        self.check_layouts()
+        return parameters_to_update(self)
+
+    def check_layouts(self) -> None:
+        """Raise `RuntimeError` for a sparse gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -205,19 +222,23 @@ class MatrixOptimizer(Optimizer):
                         f"gg.{type(self).__name__} takes no sparse gradients: make the embedding "
                         "with sparse=False"
                     )
+<<<<<<< HEAD
         unsquared = set()
         if not self.squares_matrices:
             matrices = [group for group in self.param_groups if group["role"] != ADAMW]
             unsquared = {id(p) for group in matrices for p in group["params"]}
         return parameters_to_update(self, unsquared=unsquared)
+=======
+>>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
 
     def adamw(
         self,
         group: dict[str, Any],
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
+        finite: Mapping[nn.Parameter, Tensor] = _ALL,
     ) -> None:
-        """Make one step of AdamW."""
+        """Make one step of AdamW; weights without a finite gradient, by flags, stay."""
         (b1, b2), lr = group["betas"], float(group["lr"])
         states = [self.state[p] for p in parameters]
         for p, state in zip(parameters, states, strict=True):
@@ -239,11 +260,19 @@ class MatrixOptimizer(Optimizer):
         torch._foreach_add_(roots, group["eps"])
         updates = torch._foreach_div(means, roots)
         for p, step, update in zip(parameters, steps, updates, strict=True):
-            self.subtract(local(p), update, lr / (1 - b1**step), lr * group["weight_decay"])
+            decay = lr * group["weight_decay"]
+            self.subtract(local(p), update, lr / (1 - b1**step), decay, finite.get(p))
 
     @staticmethod
-    def subtract(tensor: Tensor, update: Tensor, factor: float, decay: float) -> None:
-        """`tensor -= decay * tensor + factor * update`, rounded once."""
+    def subtract(
+        tensor: Tensor, update: Tensor, factor: float, decay: float, finite: Tensor | None = None
+    ) -> None:
+        """`tensor -= decay * tensor + factor * update`, rounded once; nothing unless finite."""
+        if finite is not None:
+            wide = tensor.to(widened(tensor.dtype))
+            new = wide.mul(1 - decay).add_(update.to(wide.dtype), alpha=-factor)
+            tensor.copy_(torch.where(finite, new, wide))
+            return
         if tensor.dtype == update.dtype:
             if decay:
                 tensor.mul_(1 - decay)

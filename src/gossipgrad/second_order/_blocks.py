@@ -1,13 +1,16 @@
 """Parameters split into blocks, and equal blocks stacked into units."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import local, widened
+from gossipgrad.comm import is_sharded, local, widened
+from gossipgrad.second_order._refresh import Job
 
 __all__ = ["Block", "Unit", "cut", "make_units"]
 
@@ -24,7 +27,7 @@ class Block:
     # the block is a part of this rank's shard.
 
     parameter: nn.Parameter  # the whole parameter
-    number: int  # index among the parameter's blocks
+    number: str  # index among the parameter's blocks, behind that of this rank's shard
     rows: slice  # rows of the parameter as a matrix
     columns: slice  # columns of the parameter as a matrix
 
@@ -44,34 +47,61 @@ class Block:
         part = _as_matrix(tensor)[self.rows, self.columns]
         return part.mT if self.is_turned else part
 
+    @contextmanager
+    def open(self) -> Iterator[Tensor]:
+        """Yield this part of the parameter; changes are kept, whatever its strides are."""
+        whole = local(self.parameter)
+        matrix = _as_matrix(whole)
+        part = matrix[self.rows, self.columns]
+        yield part.mT if self.is_turned else part
+        if matrix.data_ptr() != whole.data_ptr():  # channels last: the matrix was a copy
+            whole.copy_(matrix.view(whole.shape))
+
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Equal blocks of one group with stacked state: one product, one refresh, one location."""
+    """Equal blocks of one group with stacked state."""
 
     index: int  # index among the optimizer's units
     group: int  # index of the blocks' parameter group
     cohort: int  # index of the set of parameters that had their first gradient in the same step
     blocks: Sequence[Block]  # the blocks; all of one shape, type and device
-    step: int = 0  # steps taken so far
-    has_roots: bool = False  # whether its roots were computed; they are zeros before
+    owner: int | None = None  # the rank that has its state, where state is sharded
+    step: int = 0  # steps of the optimizer since the first gradient
+    phases: tuple[int, int] = (0, 0)  # of the left and the right factor in a window of steps
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # stacked state by name
+    jobs: dict[int, Job] = field(default_factory=dict)  # roots that wait to be used, by side
     shape: tuple[int, int] = field(init=False)
     dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = self.blocks[0].shape
-        self.dtype = widened(self.blocks[0].parameter.dtype)
+        first = self.blocks[0].parameter
+        self.shape, self.dtype = self.blocks[0].shape, widened(first.dtype)
+        self.device = local(first.detach()).device
 
-    def gather(self, rows: Sequence[int]) -> Tensor:
-        """Return the stacked gradients of these blocks; do not write to them."""
+    @property
+    def cost(self) -> float:
+        """Operations of its roots, but for a factor."""
+        m, n = self.shape
+        return len(self.blocks) * (float(m) ** 3 + float(n) ** 3)
+
+    def gather(self, rows: Sequence[int], finite: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """Return the stacked gradients of these blocks; do not write to them.
+
+        Those that are not finite, by flags on the device, are zeros.
+        """
         parts = []
         for row in rows:
             block = self.blocks[row]
             assert block.parameter.grad is not None
-            parts.append(block.of(local(block.parameter.grad)))
+            part = block.of(local(block.parameter.grad))
+            if block.parameter in finite:
+                part = torch.where(finite[block.parameter], part, 0)
+            parts.append(part)
         if len(parts) == 1:
             return parts[0].to(self.dtype).unsqueeze(0)
-        stack = torch.empty(len(parts), *self.shape, dtype=self.dtype, device=parts[0].device)
+        stack = torch.empty(len(parts), *self.shape, dtype=self.dtype, device=self.device)
         for into, part in zip(stack, parts, strict=True):
             into.copy_(part)
         return stack
@@ -81,7 +111,8 @@ def cut(parameter: nn.Parameter, max_dim: int) -> list[Block]:
     """Return a parameter's blocks, of at most `max_dim` rows and columns, as equal as possible."""
     rows, columns = _as_matrix(local(parameter.detach())).shape
     pieces = [(r, c) for r in _pieces(rows, max_dim) for c in _pieces(columns, max_dim)]
-    return [Block(parameter, number, r, c) for number, (r, c) in enumerate(pieces)]
+    shard = _shard(parameter)
+    return [Block(parameter, f"{shard}{number}", r, c) for number, (r, c) in enumerate(pieces)]
 
 
 def make_units(
@@ -99,8 +130,17 @@ def make_units(
         together = max(1, _MOST_ELEMENTS // (m * n))
         for begin in range(0, len(blocks), together):
             some = blocks[begin : begin + together]
-            units.append(Unit(first + len(units), group, cohort, some))
+            units.append(Unit(first + len(units), group, cohort, blocks=some))
     return units
+
+
+def _shard(parameter: nn.Parameter) -> str:
+    """Return the index of this rank's shard, so that all ranks' state has its own names."""
+    if not is_sharded(parameter):
+        return ""
+    sharded: Any = parameter  # a DTensor, which is not imported here
+    indices = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
+    return "".join(f"{at}-" for at, placement in indices if not placement.is_replicate())
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
-from gossipgrad.second_order._refresh import Policy
+from gossipgrad.second_order._eigenbasis import Eigenbasis
+from gossipgrad.second_order._optimizer import FACTORS
+from gossipgrad.second_order._refresh import Refresh
 from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers
 
@@ -45,9 +46,9 @@ class KLShampoo(Eigenbasis):
         eps: $d_L^{-1/2} d_R^{-1/2}$ is divided by one and eps times itself; also of AdamW.
         weight_decay: Decoupled weight decay of all parameters.
         max_dim: Largest dimension of blocks, at least 1.
-        refresh: When and where bases are computed: `Synchronous` (default), `Staggered`,
-            `Background`.
-        storage: Tiers of the state; None: on the parameters' device.
+        refresh: See `gg.SOAP`.
+        root_dtype: See `gg.SOAP`.
+        storage: See `gg.SOAP`.
         matrices: Patterns of names that KL-Shampoo always updates.
         adamw: Patterns of names that AdamW always updates.
 
@@ -60,11 +61,12 @@ class KLShampoo(Eigenbasis):
         `max_dim`; (2) the mean of gradients is kept in the bases and rotated with them; (3) fp32
         where the code has bf16; (4) weight decay is applied before the update instead of after it;
         (5) eigenvalues start at the scale of the gradient, not at 0.1: with that, steps are far too
-        short for the first hundreds of steps where gradients are much smaller than 0.3.
+        short for the first hundreds of steps where gradients are much smaller than 0.3; (6) first
+        bases, and steps in which they change, as in `gg.SOAP`.
     """
 
     role = "kl_shampoo"
-    is_sorted = False  # as published: eigenvalues stay with their columns
+    is_ordered = False  # as published: eigenvalues stay with their columns
 
     def __init__(
         self,
@@ -75,7 +77,8 @@ class KLShampoo(Eigenbasis):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_dim: int = 2048,
-        refresh: Policy | None = None,
+        refresh: Refresh | None = None,
+        root_dtype: torch.dtype | None = None,
         storage: Tiers | None = None,
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
@@ -87,6 +90,7 @@ class KLShampoo(Eigenbasis):
             adamw_settings=adam,
             weight_decay=weight_decay,
             refresh=refresh,
+            root_dtype=root_dtype,
             storage=storage,
             matrices=matrices,
             adamw=adamw,
@@ -115,12 +119,10 @@ class KLShampoo(Eigenbasis):
                 for value, size in zip(values, (m, n), strict=True):
                     value.copy_(scale.unsqueeze(1).clamp(min=_lowest(size)))
             return None
-        self.renew(unit, group, unit.step - 1)
+        self.renew(unit, group)
         names = ("moment", *FACTORS, *_VALUES)
-        with (
-            self.use(unit, BASES, rows, is_written=False) as (q_l, q_r),
-            self.use(unit, names, rows) as (moment, left, right, d_l, d_r),
-        ):
+        q_l, q_r = self.current_roots(unit, rows)
+        with self.use(unit, names, rows) as (moment, left, right, d_l, d_r):
             on_left, on_right = q_l.mT @ gradient, gradient @ q_r
             projected = on_left @ q_r
             moment.lerp_(projected, 1 - b1)

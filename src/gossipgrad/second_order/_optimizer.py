@@ -1,8 +1,8 @@
-"""The base of second-order optimizers: units, refreshes of roots, and storage of state."""
+"""The base of second-order optimizers: units of blocks, their state, and their roots."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,48 +12,59 @@ from torch import Tensor, nn
 
 from gossipgrad.comm import Recorder, local, widened
 from gossipgrad.errors import GossipError
-from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters
-from gossipgrad.second_order._blocks import Block, Unit, cut, make_units
+from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters, finite_flags, warn_of_nonfinite
+from gossipgrad.second_order._blocks import Unit, cut, make_units
 from gossipgrad.second_order._refresh import (
-    Background,
-    Policy,
+    Job,
+    Ready,
+    Refresh,
     Refresher,
     RefreshStats,
-    Root,
-    Synchronous,
+    Share,
     Value,
+    Work,
+    completed,
+    is_due,
+    is_used,
+    phase_of,
 )
-from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
+from gossipgrad.second_order._streams import LateCount
+from gossipgrad.second_order._symmetric import packed_shape
+from gossipgrad.second_order._tiers import HostRoots, Tiers
 
 if TYPE_CHECKING:
-    from gossipgrad.second_order._coherence import RootSharing
+    from gossipgrad.second_order._sharding import Sharding
 
-__all__ = ["SecondOrder", "check_fraction", "check_sizes"]
+__all__ = ["FACTORS", "SecondOrder", "check_fraction", "check_sizes"]
 
+FACTORS = ("left", "right")
 Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
 
 
 class SecondOrder(MatrixOptimizer):
     """The base of `SOAP`, `KLShampoo` and `Shampoo`.
 
-    A subclass defines the tensors of a unit (`shapes`), updates a unit (`update_unit`), creates the
-    job that computes its roots (`make_job`) and applies its result (`apply_root`).
+    A subclass defines the tensors of a unit (`shapes`) besides its factors and roots, updates a
+    unit (`update_unit`), says how roots are found (`find_roots`) and what else changes with them
+    (`change_root`).
 
     Blocks without a finite gradient in a step keep their weights and state; their unit still
-    counts the step, for its bias correction and the age of its roots, unless none of its blocks has
-    one. New units are created for parameters in the step of their first gradient.
+    counts the step. New units are created for parameters in the step of their first gradient. On an
+    accelerator, where looking at a gradient would wait for it, a gradient that is not finite counts
+    as zero, and the weights of its parameter stay as they are.
 
-    From that step on `state` has the same keys for a parameter, and tensors alone, so that
-    `torch.distributed.checkpoint` can load what it saved. They are empty between steps, except the
-    number of steps; `state_dict()` fills them with copies.
+    `state` has a parameter's number of steps, and views of the stacked tensors of its blocks, as
+    `"NAME.NUMBER"`. `state_dict()` copies nothing. With a delay it has the roots that wait to be
+    used, too, zeros where none does, so that a run which loads it continues bit for bit.
 
     Args:
         params: See `MatrixOptimizer`.
         settings: Settings of groups of matrices, with `"max_dim"`.
         adamw_settings: Settings of groups of the rest.
         weight_decay: Decoupled weight decay of all parameters.
-        refresh: When and where roots are computed.
-        storage: Tiers of the state; None: on the parameters' device.
+        refresh: When and where roots are computed; None: `Refresh()`.
+        root_dtype: Type of stored roots or bases; None: that of the other state.
+        storage: Where roots are between steps; None: on the parameters' device.
         matrices: Patterns of names.
         adamw: Patterns of names.
     """
@@ -65,24 +76,28 @@ class SecondOrder(MatrixOptimizer):
         settings: dict[str, Any],
         adamw_settings: dict[str, Any],
         weight_decay: float,
-        refresh: Policy | None,
+        refresh: Refresh | None,
+        root_dtype: torch.dtype | None,
         storage: Tiers | None,
         matrices: Sequence[str],
         adamw: Sequence[str],
     ) -> None:
-        self.refresh = Synchronous() if refresh is None else refresh
-        if not isinstance(self.refresh, Policy):
+        self.refresh = Refresh() if refresh is None else refresh
+        if not isinstance(self.refresh, Refresh):
             raise ValueError(
-                f"refresh={refresh!r} does not say when: give gg.Synchronous(every=10), "
-                "gg.Staggered(every=10) or gg.Background(every=10, max_staleness=5)"
+                f"refresh={refresh!r} does not say when: give gg.Refresh(every=10, delay=0)"
+            )
+        if root_dtype is not None and root_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"root_dtype={root_dtype} must be torch.bfloat16, torch.float32 or None"
             )
         if not isinstance(storage, Tiers | None):
             raise ValueError(
-                f"storage={storage!r} is no gg.Tiers(device_bytes=..., host_bytes=..., disk=...): "
-                "give one, or None to keep all state on the parameters' device"
+                f'storage={storage!r} must be gg.Tiers(host="pinned"), or None to keep all state '
+                "on the parameters' device"
             )
-        self.storage = storage
-        self._start_anew()
+        self.root_dtype, self.storage = root_dtype, storage
+        self._begin()
         super().__init__(
             params,
             settings=settings,
@@ -92,18 +107,23 @@ class SecondOrder(MatrixOptimizer):
             adamw=adamw,
             with_head=True,
         )
-        self._check_budget()
 
     can_resize = False
-    averaged: ClassVar[tuple[str, ...]] = ("left", "right")
+    averaged: ClassVar[tuple[str, ...]] = FACTORS
     """Tensors of a unit that may be averaged over ranks, as they do not depend on a rank's
     basis."""
+    roots: ClassVar[tuple[str, str]]
+    """Names of the two roots or bases of a unit."""
+    is_ordered = False
+    """Whether a refresh orders the columns of bases."""
+    first_call: ClassVar[int] = 0
+    """The step of a unit, from 0, that first uses roots."""
 
     # -- what a subclass does ----------------------------------------------------------------------
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors of each block of a unit."""
-        raise NotImplementedError
+        """Return names and shapes of the tensors of each block of a unit, but its roots."""
+        return {name: packed_shape(size) for name, size in zip(FACTORS, unit.shape, strict=True)}
 
     def update_unit(
         self,
@@ -122,49 +142,34 @@ class SecondOrder(MatrixOptimizer):
         """
         raise NotImplementedError
 
-    def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
-        """Return a function that computes a unit's roots from a snapshot."""
+    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Value]:
+        """Return `Work.find` for factors as they are now."""
         raise NotImplementedError
 
-    def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and types of a job's result."""
-        return [
-            ((len(unit.blocks), *shape), unit.dtype)
-            for name, shape in self.shapes(unit).items()
-            if _is_root(name)
-        ]
-
-    def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
-        """Put a job's result into the store."""
-        raise NotImplementedError
+    def change_root(self, unit: Unit, side: int, new: Tensor, order: Tensor | None) -> None:
+        """Change what depends on a root, which is still the old one."""
 
     def describe_blocks(self, group: Mapping[str, Any]) -> list[str]:
         """Return the size of blocks and the refresh policy, for `repr`."""
-        policy = self.refresh
-        late = f", {policy.max_staleness} late" if isinstance(policy, Background) else ""
-        how = type(policy).__name__.lower()
-        return [f"blocks of {group['max_dim']}", f"{how} every {policy.every}{late}"]
+        late = f", {self.refresh.delay} late" if self.refresh.delay else ""
+        return [f"blocks of {group['max_dim']}", f"roots every {self.refresh.every}{late}"]
 
     # -- what users call ---------------------------------------------------------------------------
 
     @property
     def refresh_stats(self) -> RefreshStats:
-        """Counters of roots: refreshes, failures, waits, the oldest used."""
+        """Counters of roots: refreshes, failures, waits."""
         return self.refresher.stats
-
-    @property
-    def storage_stats(self) -> StoreStats:
-        """Bytes in each tier, and counters of moves."""
-        return self._open_store().stats
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have finite gradients; return the closure's result.
 
+        It waits for a root that is `delay` steps old and not ready. A root that fails leaves the
+        old one in use, warns once, and is counted in `refresh_stats`.
+
         Raises:
-            RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; a
-                tier is full or its file cannot be read; or the optimizer was closed. Units before
-                the one that failed have been updated. See `Refresher.current` and `Store.use`.
+            RuntimeError: A gradient is sparse; or the optimizer was closed.
         """
         if self._is_closed:
             raise GossipError(
@@ -175,32 +180,39 @@ class SecondOrder(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held = self.parameters_to_update()
-        for place, (group, parameters) in enumerate(zip(self.param_groups, held, strict=True)):
-            if not parameters:
-                continue
-            if group["role"] == ADAMW:
-                self.adamw(group, parameters, self.gradients(parameters))
-                continue
-            if fresh := [p for p in parameters if p not in self._cohorts]:
-                cohort = 1 + max(self._cohorts.values(), default=-1)
-                self._add_units(place, fresh, cohort)
-            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1)
-            updated = set(parameters)
-            for unit in self._units:
-                if unit.group == place:
-                    self._step_unit(unit, group, updated)
+        held, finite = self._held()
+        if not any(held):
+            return loss
+        fresh = {
+            index: found
+            for index, (group, parameters) in enumerate(zip(self.param_groups, held, strict=True))
+            if group["role"] != ADAMW
+            and (found := [p for p in parameters if p not in self._cohorts])
+        }
+        if fresh:
+            self._add_units(fresh, 1 + max(self._cohorts.values(), default=-1))
+        for group, parameters in zip(self.param_groups, held, strict=True):
+            if group["role"] == ADAMW and parameters:
+                self.adamw(group, parameters, self.gradients(parameters, finite), finite)
+        updated = {p for parameters in held for p in parameters}
+        mine = [unit for unit in self._units if self._is_mine(unit)]
+        for unit, following in zip(mine, [*mine[1:], None], strict=True):
+            if self._host_roots is not None and following is not None:
+                self._host_roots.fetch(following)
+            self._step_unit(unit, self.param_groups[unit.group], updated, finite)
+            if self._host_roots is not None:
+                self._host_roots.forget(unit)
+        if self.sharding is not None:
+            self.sharding.broadcast(self._units)
+        for unit in self._units:
+            unit.step += 1
+        torch._foreach_add_([self.state[p]["step"] for p in self._cohorts], 1)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer.state_dict`: plain tensors for any storage.
+        """See `torch.optim.Optimizer.state_dict`; its tensors are those of the optimizer.
 
-        Waits for all jobs; a root to be applied later is part of the state, so a run that loads the
-        state continues bit for bit. Each block's tensors are named `"NAME.NUMBER"`.
-
-        Raises:
-            GossipError: A worker has not finished in time; or the optimizer was closed, and its
-                state was on disk.
+        It waits for roots that are being computed.
         """
         with self.filled_state():
             return super().state_dict()
@@ -215,37 +227,28 @@ class SecondOrder(MatrixOptimizer):
         self.take_state()
 
     @property
-    def sharing(self) -> "RootSharing | None":
-        """The current sharing of roots with other ranks, or None: see `gg.share_roots()`."""
-        return self.__dict__.get("_sharing")
-
-    @sharing.setter
-    def sharing(self, sharing: "RootSharing | None") -> None:
-        self._sharing = sharing
-        self.refresher.share = None if sharing is None else sharing.submit
-
-    @property
     def recorder(self) -> Recorder | None:
         """A recorder of a span for each root, such as a `gossipgrad.report.Trace`."""
-        return self.__dict__.get("_recorder")
+        return self.refresher.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder = self.refresher.recorder = recorder
+        self.refresher.recorder = recorder
+
+    @property
+    def share(self) -> Share | None:
+        """The jobs of `gg.share_roots()`: called with a unit, a step, and what computes it here."""
+        return self.refresher.share
+
+    @share.setter
+    def share(self, share: Share | None) -> None:
+        self.refresher.share = share
 
     def state_to_average(self) -> Iterator[Averaged]:
         """Return the state that `gg.gossip(payload="weights+state")` averages.
 
         These are factors and AdamW's moments. Moments in a rank's own bases are not averaged.
-
-        Raises:
-            GossipError: State is in tiers, not only on the device.
         """
-        if self.storage is not None:
-            raise GossipError(
-                "payload='weights+state' averages factors in place, and storage= moves them: "
-                "use payload='weights', or leave storage out"
-            )
         shapes = {}
         for unit in self.plan():
             shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
@@ -253,246 +256,281 @@ class SecondOrder(MatrixOptimizer):
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
-                if group["role"] == ADAMW:
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        read = partial(self._read_state, parameter, name)
-                        shape = tuple(local(parameter).shape)
-                        yield parameter, name, shape, widened(parameter.dtype), read
-                    continue
-                for block in cut(parameter, group["max_dim"]):
-                    for name, shape in shapes[parameter, block.number].items():
-                        if name in self.averaged:
-                            read = partial(self._read_block, block, name)
-                            key, dtype = f"{name}.{block.number}", widened(parameter.dtype)
-                            yield parameter, key, shape, dtype, read
+                found = dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(local(parameter).shape))
+                if group["role"] != ADAMW:
+                    found = {
+                        f"{name}.{block.number}": shape
+                        for block in cut(parameter, group["max_dim"])
+                        for name, shape in shapes[parameter, block.number].items()
+                        if name in self.averaged
+                    }
+                for key, shape in found.items():
+                    read = partial(self._read_state, parameter, key)
+                    yield parameter, key, shape, widened(parameter.dtype), read
 
     def plan(self) -> list[Unit]:
         """Return the units; before the first step those if all parameters have gradients.
 
         In that case they are not the objects that the optimizer will use.
         """
-        units = list(self._units)
-        for place, group in enumerate(self.param_groups):
-            if group["role"] != ADAMW and not self._units:
-                trained = [p for p in group["params"] if p.requires_grad]
-                units += make_units(
-                    trained, group["max_dim"], first=len(units), group=place, cohort=0
-                )
-        return units
-
-    def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and types of an existing unit's roots."""
-        return self.root_parts(self._units[index])
+        if self._units:
+            return list(self._units)
+        trained = {
+            index: [p for p in group["params"] if p.requires_grad]
+            for index, group in enumerate(self.param_groups)
+            if group["role"] != ADAMW
+        }
+        return self._make_units(trained, 0)
 
     def close(self) -> None:
-        """End threads and free files; no further step is possible. May be called twice.
+        """End threads; no further step is possible. May be called twice.
 
-        `state_dict()` still works, except with a disk tier, whose state is lost.
+        `state_dict()` still works.
         """
-        self._is_closed = True
-        self.refresher.close()
-        if self.store is not None:
-            self.store.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for unit in self._units:
+                for job in unit.jobs.values():
+                    job.exception()
+            self.refresher.close()
 
     def __getstate__(self) -> dict[str, Any]:
         with self.filled_state():
             state = defaultdict(dict, {p: dict(each) for p, each in self.state.items()})
-            return super().__getstate__() | {
-                "state": state,
-                "refresh": self.refresh,
-                "storage": self.storage,
-            }
+        kept = {name: getattr(self, name) for name in ("refresh", "root_dtype", "storage")}
+        return super().__getstate__() | {"state": state} | kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "refresh" in state:  # a copy, not torch's load_state_dict()
-            self._start_anew()
+            self._begin()
             self.take_state()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     @contextmanager
     def use(
-        self,
-        unit: Unit,
-        names: Sequence[str],
-        rows: Sequence[int] | None = None,
-        *,
-        is_written: bool = True,
+        self, unit: Unit, names: Sequence[str], rows: Sequence[int] | None = None
     ) -> Iterator[list[Tensor]]:
-        """Yield rows of a unit's tensors on the device; in-place changes are kept."""
-        keys = [(unit.index, name) for name in names]
-        with self._open_store().use(keys, is_written=is_written) as stacks:
-            if rows is None:
-                yield stacks
-                return
-            parts = [stack[rows] for stack in stacks]
-            yield parts
-            if is_written:
-                for stack, part in zip(stacks, parts, strict=True):
-                    stack[rows] = part
+        """Yield rows of a unit's tensors; in-place changes are kept."""
+        stacks = [unit.tensors[name] for name in names]
+        if rows is None:
+            yield stacks
+            return
+        parts = [stack[rows] for stack in stacks]
+        yield parts
+        for stack, part in zip(stacks, parts, strict=True):
+            stack[rows] = part
 
-    def put(self, unit: Unit, name: str, tensor: Tensor) -> None:
-        """Store a new tensor for a unit."""
-        self._open_store().put((unit.index, name), tensor)
+    def current_roots(self, unit: Unit, rows: Sequence[int] | None = None) -> list[Tensor]:
+        """Return rows of a unit's roots on its device, in the type of its other state."""
+        stacks = [unit.tensors[name] for name in self.roots]
+        if self._host_roots is not None:
+            stacks = self._host_roots.take(unit)
+        if rows is not None:
+            stacks = [stack[rows] for stack in stacks]
+        return [stack.to(unit.dtype) for stack in stacks]
 
-    def renew(self, unit: Unit, group: Mapping[str, Any], step: int) -> Root | None:
-        """Submit the unit's roots if they are due, and apply those for this step."""
-        if self.refresher.is_due(unit.index, step):
-            self.refresher.submit(unit.index, step, self.make_job(unit, group))
-        return self.refresher.current(unit.index, step)
+    def renew(self, unit: Unit, group: Mapping[str, Any]) -> None:
+        """Use the roots whose time it is, and begin those that are due, from factors as now."""
+        call, policy = unit.step - self.first_call, self.refresh
+        if call < 0:
+            return
+        for side, (factor, root) in enumerate(zip(FACTORS, self.roots, strict=True)):
+            phase = unit.phases[side]
+            if side in unit.jobs and is_used(call, phase, policy):
+                self._use_root(unit, side, unit.jobs.pop(side))
+            if not is_due(call, phase, policy):
+                continue
+            find = self.find_roots(unit, group)
+            old = unit.tensors[root]
+            if self._host_roots is not None and not self.refresher.is_on_host(unit.device):
+                old = self._host_roots.take(unit)[side]
+            work = Work(find, unit.tensors[factor], old, self.is_ordered)
+            number = 2 * unit.index + side
+            job = self.refresher.start(number, unit.step, work, is_first=call == 0)
+            if call == 0 or policy.delay == 0:
+                self._use_root(unit, side, job)
+            else:
+                unit.jobs[side] = job
 
-    def snapshot(self, unit: Unit, *names: str) -> list[Tensor]:
-        """Copy tensors of a unit, to the host if workers compute there."""
-        with self.use(unit, names, is_written=False) as tensors:
-            is_far = isinstance(self.refresh, Background)
-            return [t.to("cpu", copy=True) if is_far else t.clone() for t in tensors]
+    def root_parts(self, number: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and types of what is computed for a side of a unit, 2 unit + side."""
+        unit = self.plan()[number // 2]
+        count, size = len(unit.blocks), unit.shape[number % 2]
+        root = (count, size, size), self.root_dtype or unit.dtype
+        return [root, ((count, size), torch.int64)] if self.is_ordered else [root]
 
     # -- units and their state ---------------------------------------------------------------------
 
-    def _start_anew(self) -> None:
+    def _begin(self) -> None:
         self._is_closed = False
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
-        self._places: dict[tuple[nn.Parameter, int], tuple[Unit, int]] = {}
-        self.store: Store | None = None
-        self.refresher = Refresher(self.refresh, 0, self._publish)
-        self.sharing, self.recorder = self.sharing, self.recorder
+        before: Refresher | None = self.__dict__.get("refresher")
+        self.refresher = Refresher(self.refresh)
+        if before is not None:
+            self.refresher.recorder, self.refresher.share = before.recorder, before.share
+        self._nonfinite: LateCount | None = None
+        self._host_roots = None if self.storage is None else HostRoots()
+        self.sharding: Sharding | None = self.__dict__.get("sharding")
+        if self.sharding is not None:
+            self.sharding.begin()
 
-    def _open_store(self) -> Store:
-        if self.store is None:
-            device = self.param_groups[0]["params"][0].device
-            self.store = Store(self.storage, device)
-        return self.store
+    def _is_mine(self, unit: Unit) -> bool:
+        return self.sharding is None or unit.owner == self.sharding.rank
 
-    def _check_budget(self) -> None:
-        """Raise `ValueError` early if a unit does not fit the device's budget."""
-        if self.storage is None or self.storage.device_bytes is None:
-            return
-        largest = 0
-        for unit in self.plan():
-            numbers = sum(_count(shape) for shape in self.shapes(unit).values())
-            largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
-        self._open_store().check(largest)
-
-    def _add_units(self, place: int, parameters: Sequence[nn.Parameter], cohort: int) -> list[Unit]:
-        group = self.param_groups[place]
-        units = make_units(
-            parameters, group["max_dim"], first=len(self._units), group=place, cohort=cohort
-        )
-        for unit in units:  # the part that can fail comes first, so that it can be repeated
-            device = unit.blocks[0].parameter.device
-            for name, shape in self.shapes(unit).items():
-                stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
-                self.put(unit, name, stack)
-        for parameter in parameters:
-            self.state[parameter] |= {
-                "step": torch.tensor(0.0, device="cpu"),
-                "cohort": torch.tensor(cohort, device="cpu"),
-            }
-        for unit in units:
-            self._empty_state(unit)
-            places = ((block.parameter, block.number) for block in unit.blocks)
-            self._places |= {place: (unit, row) for row, place in enumerate(places)}
-        self._units += units
-        self._cohorts |= dict.fromkeys(parameters, cohort)
-        self.refresher.grow(len(self._units))
+    def _make_units(
+        self, parameters: Mapping[int, Sequence[nn.Parameter]], cohort: int
+    ) -> list[Unit]:
+        units: list[Unit] = []
+        for index, some in parameters.items():
+            first = len(self._units) + len(units)
+            max_dim = self.param_groups[index]["max_dim"]
+            units += make_units(some, max_dim, first=first, group=index, cohort=cohort)
+        for number, unit in enumerate(units):
+            left, count, every = 2 * number, 2 * len(units), self.refresh.every
+            unit.phases = phase_of(left, count, every), phase_of(left + 1, count, every)
         return units
 
-    def _empty_state(self, unit: Unit) -> None:
-        """Leave empty tensors under the keys that `filled_state` fills."""
-        names = ["counts", *self.shapes(unit)]
-        if self._is_late:
-            names += ["pending", *(f"pending{i}" for i, _ in enumerate(self.root_parts(unit)))]
-        for block in unit.blocks:
-            empty = {f"{name}.{block.number}": torch.empty(0) for name in names}
-            self.state[block.parameter] |= empty
+    def _add_units(
+        self, parameters: Mapping[int, Sequence[nn.Parameter]], cohort: int
+    ) -> list[Unit]:
+        units = self._make_units(parameters, cohort)
+        if self.sharding is not None:
+            self.sharding.assign(units)
+        for some in parameters.values():
+            for parameter in some:
+                self._cohorts[parameter] = cohort
+                self.state[parameter] = {
+                    "step": torch.tensor(0.0, device="cpu"),
+                    "cohort": torch.tensor(cohort, device="cpu"),
+                }
+        for unit in units:
+            if self._is_mine(unit):
+                self._allocate(unit)
+        self._units += units
+        if self._host_roots is not None:
+            self._host_roots.watch([unit for unit in self._units if self._is_mine(unit)][:1])
+        return units
 
-    @property
-    def _is_late(self) -> bool:
-        """Whether computed roots may wait to be applied."""
-        return isinstance(self.refresh, Background) and self.refresh.max_staleness > 0
+    def _allocate(self, unit: Unit) -> None:
+        """Create a unit's tensors, zeros and identities as roots, and views of them in `state`."""
+        count = len(unit.blocks)
+        for name, shape in self.shapes(unit).items():
+            unit.tensors[name] = torch.zeros(count, *shape, dtype=unit.dtype, device=unit.device)
+        for name, size in zip(self.roots, unit.shape, strict=True):
+            dtype = self.root_dtype or unit.dtype
+            root = torch.zeros(count, size, size, dtype=dtype, device=unit.device)
+            root.diagonal(dim1=1, dim2=2).fill_(1.0)
+            if self._host_roots is not None:
+                root = self._host_roots.add(unit, root)
+            unit.tensors[name] = root
+        for name, stack in unit.tensors.items():
+            for block, view in zip(unit.blocks, stack, strict=True):
+                self.state[block.parameter][f"{name}.{block.number}"] = view
+        if self.refresh.delay:
+            self._forget_next(unit)
+
+    def _held(self) -> tuple[list[list[nn.Parameter]], dict[nn.Parameter, Tensor]]:
+        """Return for each group the parameters to update, and flags of gradients if unknown."""
+        held = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        parameters = [p for some in held for p in some]
+        is_on_cpu = all(local(p.detach()).device.type == "cpu" for p in parameters)
+        if is_on_cpu and self.refresh.where != "device":
+            return self.parameters_to_update(), {}
+        self.check_layouts()
+        if not parameters:
+            return held, {}
+        flags = finite_flags(parameters)
+        if self._nonfinite is None:
+            self._nonfinite = LateCount(flags.device)
+        seen = self._nonfinite.read()
+        if seen and not self.nonfinite_steps:
+            warn_of_nonfinite(self, ())
+        self.nonfinite_steps = max(self.nonfinite_steps, seen)
+        self._nonfinite.add((~flags).any())
+        devices = [local(p.detach()).device for p in parameters]
+        return held, {p: f.to(d) for p, f, d in zip(parameters, flags, devices, strict=True)}
 
     def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         return self.state.get(parameter, {}).get(name)
 
-    def _read_block(self, block: Block, name: str) -> Tensor | None:
-        """Return a block's tensor itself, None before its first gradient."""
-        place = self._places.get((block.parameter, block.number))
-        if place is None:
-            return None
-        unit, row = place
-        with self.use(unit, [name]) as (stack,):
-            return stack[row]
-
     def _step_unit(
-        self, unit: Unit, group: Mapping[str, Any], updated: Container[nn.Parameter]
+        self,
+        unit: Unit,
+        group: Mapping[str, Any],
+        updated: set[nn.Parameter],
+        finite: Mapping[nn.Parameter, Tensor],
     ) -> None:
         rows = [i for i, block in enumerate(unit.blocks) if block.parameter in updated]
         if not rows:
+            self.renew(unit, group)  # at its time, also without gradients
             return
         is_all = len(rows) == len(unit.blocks)
-        found = self.update_unit(unit, group, unit.gather(rows), None if is_all else rows)
-        unit.step += 1
+        gradient = unit.gather(rows, finite)
+        found = self.update_unit(unit, group, gradient, None if is_all else rows)
         if found is None:
             return
         update, factor = found
         lr = float(group["lr"])
         for row, each in zip(rows, update, strict=True):
             block = unit.blocks[row]
-            whole = local(block.parameter)
-            matrix = whole if whole.ndim == 2 else whole.flatten(1)
-            self.subtract(block.of(matrix), each, lr * factor, lr * group["weight_decay"])
-            if matrix.data_ptr() != whole.data_ptr():  # channels last: the matrix was a copy
-                whole.copy_(matrix.view(whole.shape))
+            is_finite = finite.get(block.parameter)
+            decay = lr * group["weight_decay"]
+            with block.open() as weights:
+                self.subtract(weights, each, lr * factor, decay, is_finite)
 
-    def _publish(self, index: int, root: Root) -> None:
-        unit = self._units[index]
-        self.apply_root(unit, root.value)
-        unit.has_roots = True
+    def _use_root(self, unit: Unit, side: int, job: Job) -> None:
+        new, *orders = self.refresher.finish(job, unit.device)
+        self.change_root(unit, side, new, orders[0] if orders else None)
+        unit.tensors[self.roots[side]].copy_(new, non_blocking=True)
+        if self._host_roots is not None:
+            self._host_roots.forget(unit)
 
     @contextmanager
     def filled_state(self) -> Iterator[None]:
-        """Fill `state` from the store inside, one dictionary per parameter, as torch expects."""
-        if self._is_closed and self.storage is not None and self.storage.disk is not None:
-            raise GossipError(
-                "the optimizer was closed, and with that its state on disk is gone: call "
-                "state_dict() before close()"
-            )
-        saved = self.refresher.state_dict()
+        """Put the roots that wait to be used into `state` inside, zeros where none does."""
+        late = [unit for unit in self._units if self.refresh.delay and self._is_mine(unit)]
         try:
-            for unit in self._units:
-                names = list(self.shapes(unit))
-                pending = self.refresher.pending(unit.index)
-                counts = [unit.step, *(saved[each][unit.index] for each in _COUNTS)]
-                is_pending = torch.tensor(int(pending is not None), device="cpu")
-                if pending is None and self._is_late:
-                    pending = tuple(torch.zeros(s, dtype=d) for s, d in self.root_parts(unit))
-                with self.use(unit, names, is_written=False) as stacks:
-                    for row, block in enumerate(unit.blocks):
-                        state = self.state[block.parameter]
-                        state[f"counts.{block.number}"] = torch.tensor(counts, device="cpu")
-                        for name, stack in zip(names, stacks, strict=True):
-                            state[f"{name}.{block.number}"] = stack[row].clone()
-                        if pending is not None:
-                            state[f"pending.{block.number}"] = is_pending
-                        for index, part in enumerate(pending or ()):
-                            state[f"pending{index}.{block.number}"] = part[row].clone()
+            for unit in late:
+                for side in (0, 1):
+                    if side in unit.jobs:
+                        value = self.refresher.finish(unit.jobs[side], unit.device)
+                    else:
+                        parts = self.root_parts(2 * unit.index + side)
+                        value = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in parts)
+                    self._put_next(unit, side, value)
             yield
         finally:
-            for parameter in self._cohorts:  # new ones: torch's state_dict() keeps the filled ones
-                kept = self.state[parameter]
-                self.state[parameter] = {k: kept[k].clone() for k in ("step", "cohort")}
-            for unit in self._units:
-                self._empty_state(unit)
+            for parameter in {block.parameter for unit in late for block in unit.blocks}:
+                self.state[parameter] = dict(self.state[parameter])  # torch's keeps the filled one
+            for unit in late:
+                self._forget_next(unit)
 
+    def _put_next(self, unit: Unit, side: int, value: Value) -> None:
+        for name, stack in zip(self._names_of_next(side), value, strict=True):
+            for block, each in zip(unit.blocks, stack, strict=True):
+                self.state[block.parameter][f"{name}.{block.number}"] = each
+
+    def _forget_next(self, unit: Unit) -> None:
+        """Leave the keys, which `torch.distributed.checkpoint` looks for when it loads."""
+        empty = torch.empty(len(unit.blocks), 0, device="cpu")
+        for side in (0, 1):
+            self._put_next(unit, side, (empty,) * len(self._names_of_next(side)))
+
+    def _names_of_next(self, side: int) -> list[str]:
+        name = f"next_{self.roots[side]}"
+        return [name, f"{name}_order"] if self.is_ordered else [name]
+
+    @torch.no_grad()
     def take_state(self) -> None:
-        """Build units from `state`, and empty their entries in it."""
+        """Build units from `state`, and make its entries views of theirs."""
         self.close()
-        self._start_anew()
+        self._begin()
+        cohorts: dict[int, dict[int, list[nn.Parameter]]] = defaultdict(dict)
         states: dict[nn.Parameter, dict[str, Any]] = {}
-        cohorts: dict[tuple[int, int], list[nn.Parameter]] = {}
-        for place, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups):
             for parameter in group["params"] if group["role"] == self.role else ():
                 state = self.state.pop(parameter, None)
                 if not state:
@@ -503,62 +541,33 @@ class SecondOrder(MatrixOptimizer):
                         f"{tuple(parameter.shape)}: it is not one of gg.{type(self).__name__}"
                     )
                 states[parameter] = state
-                cohorts.setdefault((int(state["cohort"]), place), []).append(parameter)
-        counts: dict[str, list[int]] = {name: [] for name in _COUNTS}
-        pending: list[Value | None] = []
-        for (cohort, place), parameters in sorted(cohorts.items(), key=lambda each: each[0]):
-            for unit in self._add_units(place, parameters, cohort):
+                cohorts[int(state["cohort"])].setdefault(index, []).append(parameter)
+        for cohort, parameters in sorted(cohorts.items()):
+            for unit in self._add_units(parameters, cohort):
                 kept = [states[block.parameter] for block in unit.blocks]
-                self._fill_unit(unit, kept)
-                first = unit.blocks[0].number
-                unit.step, *numbers = map(int, kept[0][f"counts.{first}"])
-                for name, number in zip(_COUNTS, numbers, strict=True):
-                    counts[name].append(number)
-                unit.has_roots = counts["versions"][-1] >= 0
-                is_pending = int(kept[0].get(f"pending.{first}", 0))
-                pending.append(self._pending_of(unit, kept) if is_pending else None)
-            for parameter in parameters:
-                self.state[parameter]["step"].copy_(states[parameter]["step"])
-        self.refresher.load_state_dict(counts, pending=pending)
+                unit.step = int(kept[0]["step"])
+                for block in unit.blocks:
+                    self.state[block.parameter]["step"].fill_(unit.step)
+                if self._is_mine(unit):
+                    self._fill(unit, kept)
 
-    def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
-        """Read the result of a job that no step had applied when the state was saved."""
+    def _fill(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
         blocks = list(zip(unit.blocks, states, strict=True))
-        if any(f"pending0.{b.number}" not in state for b, state in blocks):
-            return None
-        return tuple(
-            torch.stack([state[f"pending{place}.{block.number}"] for block, state in blocks])
-            for place in range(len(self.root_parts(unit)))
-        )
-
-    def _fill_unit(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
-        device = unit.blocks[0].parameter.device
-        for name, shape in self.shapes(unit).items():
-            keys = [f"{name}.{block.number}" for block in unit.blocks]
-            stack = torch.empty(len(keys), *shape, dtype=unit.dtype, device=device)
-            for into, key, state in zip(stack, keys, states, strict=True):
-                if key not in state or tuple(state[key].shape) != tuple(shape):
+        for name, stack in unit.tensors.items():
+            for into, (block, state) in zip(stack, blocks, strict=True):
+                key = f"{name}.{block.number}"
+                if key not in state or state[key].shape != into.shape:
                     raise ValueError(
-                        f"the state has no {key!r} of shape {tuple(shape)}: it is not one of "
-                        f"gg.{type(self).__name__} for these parameters and max_dim"
+                        f"the state has no {key!r} of shape {tuple(into.shape)}: it is not one of "
+                        f"gg.{type(self).__name__} for these parameters, shards and max_dim"
                     )
                 into.copy_(state[key])
-            self.put(unit, name, stack)
-
-
-_COUNTS = ("versions", "steps", "submitted", "failures")
-
-
-def _is_root(name: str) -> bool:
-    """Whether it is created by a refresh, not with the unit."""
-    return name.endswith(("_basis", "_root"))
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+        none = torch.zeros(1)
+        for side in (0, 1) if self.refresh.delay else ():
+            keys = self._names_of_next(side)
+            parts = [[s.get(f"{key}.{b.number}", none) for b, s in blocks] for key in keys]
+            if all(part.any() for part in parts[0]):  # zeros where none waits
+                unit.jobs[side] = completed(Ready(tuple(map(torch.stack, parts))))
 
 
 def check_fraction(group: Mapping[str, Any], name: str) -> None:

@@ -10,6 +10,7 @@ Letters
     b1, b2, b    their weights, and that of factors
     a            learning rate; e: of the root; u: damping; w: weight decay; k: calls so far, from 0
     T            calls from one refresh to the next; D: calls that a refresh is late
+    p_L, p_R     calls of each window of T in which L's and R's refreshes are due
 
 Rules. The comments in the code name the line that they implement.
     S1  M = b1 M + (1 - b1) G, in the original space; M' = Q_L^T M Q_R.
@@ -17,7 +18,7 @@ Rules. The comments in the code name the line that they implement.
     S3  W = W - a c Q_L (M' / (sqrt(V) + e)) Q_R^T, c = sqrt(1 - b2^k) / (1 - b1^k).
     S4  L = b L + (1 - b) G G^T, R = b R + (1 - b) G^T G.
     S5  Every T updates, Q = QR(L Q) with the columns of Q ordered by diag(Q^T L Q), and V with
-        them; at first the eigenvectors, and no update (published code).
+        them; at first from Q = I, and no update (published code: the eigenvectors).
     (SOAP, Algorithm 3.)
     K1  M as S1; W = W - a Q_L (M' * s / (1 + e s)) Q_R^T, s = d_L^(-1/2) (x) d_R^(-1/2).
     K2  L = b L + (1 - b) / n G Q_R d_R^-1 Q_R^T G^T; R = b R + (1 - b) / m G^T Q_L d_L^-1 Q_L^T G.
@@ -32,7 +33,10 @@ Rules. The comments in the code name the line that they implement.
     H3  D = X M^ Y; W = W - a D |A| / |D|.
     (Shampoo, Algorithm 1, with Adam's grafting.)
     W   All: W = (1 - a w) W before the update.
-    D   A refresh is computed from the state of its call, and used from D calls later.
+    D   A refresh is computed from the state of its call, and used from D calls later; the first
+        ones, of L and of R, in call 0.
+    C   Hierarchical mean (Asteria): a root is the mean over a node's ranks, then over nodes. A mean
+        of roots is no root of the mean, and of bases no basis; under DDP it is each rank's own.
 
 References:
     Vyas et al., arXiv:2409.11321. Lin et al., KL-Shampoo, 2025. Gupta et al., arXiv:1802.09568.
@@ -47,26 +51,39 @@ Matrix = Float[Tensor, "m n"]
 
 
 class _Refreshed:
-    """Roots or bases, computed every T calls and used from D calls later; the first immediately."""
+    """A root, computed every T calls and used from D calls later; the first immediately."""
 
-    def __init__(self, T: int, D: int) -> None:
-        self.T, self.D = T, D
+    def __init__(self, T: int, D: int, p: int) -> None:
+        self.T, self.D, self.p = T, D, p
         self.late: list[tuple[int, tuple[Tensor, ...]]] = []
 
-    def take(self, k: int, compute) -> tuple[Tensor, ...] | None:
-        if k % self.T == 0:
+    def take(self, k: int, compute):
+        """Yield the root that is used from call k; what it changes, `compute` already sees."""
+        if self.late and self.late[0][0] == k:
+            yield self.late.pop(0)[1]
+        if k == 0 or k % self.T == self.p:
             self.late.append((k + (self.D if k else 0), compute()))
-        if self.late and self.late[0][0] <= k:
-            return self.late.pop(0)[1]
-        return None
+        if self.late and self.late[0][0] == k:
+            yield self.late.pop(0)[1]
+
+
+def hierarchical_mean(roots: list[list[Matrix]]) -> Matrix:
+    """C: the mean over nodes of the means over their ranks, as leaders would exchange it."""
+    return torch.stack([torch.stack(node).mean(0) for node in roots]).mean(0)
 
 
 class SOAP:
     """One matrix by SOAP."""
 
-    def __init__(self, a=3e-3, b1=0.95, b2=0.95, b=0.95, e=1e-8, w=0.01, T=10, D=0) -> None:
+    def __init__(
+        self, a=3e-3, b1=0.95, b2=0.95, b=0.95, e=1e-8, w=0.01, T=10, D=0, p_L=0, p_R=5
+    ) -> None:
         self.a, self.b1, self.b2, self.b, self.e, self.w = a, b1, b2, b, e, w
-        self.refreshed, self.k = _Refreshed(T, D), -1
+        self.left, self.right, self.k = (
+            _Refreshed(T, D, p_L),
+            _Refreshed(T, D, T // 2 if p_R is None else p_R),
+            -1,
+        )
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""
@@ -74,10 +91,14 @@ class SOAP:
         if self.k == 0:
             self.L, self.R = (1 - self.b) * G @ G.T, (1 - self.b) * G.T @ G
             self.M, self.V = torch.zeros_like(G), torch.zeros_like(G)
+            self.Q_L, self.Q_R = torch.eye(len(self.L)).to(G), torch.eye(len(self.R)).to(G)
             return W
-        if found := self.refreshed.take(self.k - 1, self._bases):
-            self.Q_L, self.Q_R, i, j = found
-            self.V = self.V[i][:, j]  # S5
+        for found in self.left.take(self.k - 1, lambda: self._basis(self.L, self.Q_L)):
+            self.Q_L, i = found
+            self.V = self.V[i]  # S5
+        for found in self.right.take(self.k - 1, lambda: self._basis(self.R, self.Q_R)):
+            self.Q_R, i = found
+            self.V = self.V[:, i]
         b1, b2 = self.b1, self.b2
         self.M = b1 * self.M + (1 - b1) * G  # S1
         self.V = b2 * self.V + (1 - b2) * (self.Q_L.T @ G @ self.Q_R) ** 2  # S2
@@ -88,23 +109,22 @@ class SOAP:
         self.R = self.b * self.R + (1 - self.b) * G.T @ G
         return W
 
-    def _bases(self) -> tuple[Tensor, ...]:
-        if self.k == 1:
-            Q_L, Q_R = (torch.linalg.eigh(F)[1].flip(1) for F in (self.L, self.R))
-            return Q_L, Q_R, torch.arange(len(Q_L)), torch.arange(len(Q_R))
-        found = []
-        for F, Q in ((self.L, self.Q_L), (self.R, self.Q_R)):  # S5
-            i = (Q.T @ F @ Q).diagonal().argsort(descending=True)
-            found.append((torch.linalg.qr(F @ Q[:, i])[0], i))
-        return found[0][0], found[1][0], found[0][1], found[1][1]
+    @staticmethod
+    def _basis(F: Tensor, Q: Tensor) -> tuple[Tensor, ...]:
+        i = (Q.T @ F @ Q).diagonal().argsort(descending=True)  # S5
+        return torch.linalg.qr(F @ Q[:, i])[0], i
 
 
 class KLShampoo:
     """One matrix by KL-Shampoo."""
 
-    def __init__(self, a=3e-3, b1=0.9, b=0.98, e=1e-8, w=0.01, T=10, D=0) -> None:
+    def __init__(self, a=3e-3, b1=0.9, b=0.98, e=1e-8, w=0.01, T=10, D=0, p_L=0, p_R=None) -> None:
         self.a, self.b1, self.b, self.e, self.w = a, b1, b, e, w
-        self.refreshed, self.k = _Refreshed(T, D), -1
+        self.left, self.right, self.k = (
+            _Refreshed(T, D, p_L),
+            _Refreshed(T, D, T // 2 if p_R is None else p_R),
+            -1,
+        )
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""
@@ -116,9 +136,12 @@ class KLShampoo:
             d = G.square().mean().sqrt() if G.any() else torch.tensor(0.1)  # K3
             self.d_L = torch.full((m,), float(d)).to(G).clamp(min=max(10, min(m, 4000)) ** -2)
             self.d_R = torch.full((n,), float(d)).to(G).clamp(min=max(10, min(n, 4000)) ** -2)
+            self.Q_L, self.Q_R = torch.eye(m).to(G), torch.eye(n).to(G)
             return W
-        if found := self.refreshed.take(self.k - 1, self._bases):
-            self.Q_L, self.Q_R = found
+        for found in self.left.take(self.k - 1, lambda: torch.linalg.qr(self.L @ self.Q_L)):  # K4
+            self.Q_L = found[0]
+        for found in self.right.take(self.k - 1, lambda: torch.linalg.qr(self.R @ self.Q_R)):
+            self.Q_R = found[0]
         Q_L, Q_R, d_L, d_R = self.Q_L, self.Q_R, self.d_L, self.d_R
         self.M = self.b1 * self.M + (1 - self.b1) * G  # K1
         s = torch.outer(d_L**-0.5, d_R**-0.5)
@@ -132,12 +155,6 @@ class KLShampoo:
         self.d_L = self.d_L.clamp(min=max(10, min(m, 4000)) ** -2)
         self.d_R = self.d_R.clamp(min=max(10, min(n, 4000)) ** -2)
         return W
-
-    def _bases(self) -> tuple[Tensor, ...]:
-        if self.k == 1:
-            return tuple(torch.linalg.eigh(F)[1].flip(1) for F in (self.L, self.R))
-        pairs = ((self.L, self.Q_L), (self.R, self.Q_R))
-        return tuple(torch.linalg.qr(F @ Q)[0] for F, Q in pairs)  # K4
 
 
 class Shampoo:
@@ -154,9 +171,15 @@ class Shampoo:
         w=0.01,
         T=10,
         D=0,
+        p_L=0,
+        p_R=None,
     ) -> None:
         self.a, self.b1, self.b2, self.b, self.u, self.e, self.w = a, b1, b2, b, u, e, w
-        self.refreshed, self.k = _Refreshed(T, D), 0
+        self.left, self.right, self.k = (
+            _Refreshed(T, D, p_L),
+            _Refreshed(T, D, T // 2 if p_R is None else p_R),
+            0,
+        )
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""
@@ -165,8 +188,10 @@ class Shampoo:
             self.M, self.V = torch.zeros_like(G), torch.zeros_like(G)
         b1, b2, b = self.b1, self.b2, self.b
         self.L, self.R = b * self.L + (1 - b) * G @ G.T, b * self.R + (1 - b) * G.T @ G  # H1
-        if found := self.refreshed.take(self.k, self._roots):
-            self.X, self.Y = found
+        for found in self.left.take(self.k, lambda: self._root(self.L)):
+            self.X = found[0]
+        for found in self.right.take(self.k, lambda: self._root(self.R)):
+            self.Y = found[0]
         self.k += 1
         self.M, self.V = b1 * self.M + (1 - b1) * G, b2 * self.V + (1 - b2) * G**2  # H2
         M = self.M / (1 - b1**self.k)
@@ -174,10 +199,7 @@ class Shampoo:
         D = self.X @ M @ self.Y  # H3
         return (1 - self.a * self.w) * W - self.a * D * (A.norm() / D.norm())
 
-    def _roots(self) -> tuple[Tensor, ...]:
-        found = []
-        for F in (self.L, self.R):
-            d, Q = torch.linalg.eigh(F / (1 - self.b ** (self.k + 1)))
-            d = d.clamp(min=0) + self.u * d.max()
-            found.append(Q @ torch.diag(d**-0.25) @ Q.T)
-        return tuple(found)
+    def _root(self, F: Tensor) -> tuple[Tensor]:
+        d, Q = torch.linalg.eigh(F / (1 - self.b ** (self.k + 1)))
+        d = d.clamp(min=0) + self.u * d.max()
+        return (Q @ torch.diag(d**-0.25) @ Q.T,)

@@ -1,116 +1,173 @@
-"""Eigenbases and inverse roots of stacks of symmetric positive semidefinite matrices."""
+"""Eigenbases and inverse roots of stacks of symmetric positive semidefinite matrices.
+
+Those that run on a device are products, triangular solves and Cholesky factors of whole stacks, in
+a fixed number of steps, so that the host waits for nothing. A matrix for which one fails gets NaN.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["eigenbasis", "inverse_root", "newton_inverse_root", "power_step"]
+__all__ = [
+    "ROOTS",
+    "exact_products",
+    "inverse_root",
+    "newton_db_inverse_root",
+    "newton_inverse_root",
+    "power_step",
+]
 
 Stack = Float[Tensor, "k n n"]
 
-_JITTER = (0.0, 1e-10, 1e-6)
-_MOST_STEPS = 30  # 19 are needed at a condition number of 1e6
-_TOLERANCE = 1e-6
+_SHIFT = 1e-5  # of a factor, to the scale of its norm
+_NEWTON_STEPS = 24  # 19 are needed at a condition number of 1e6
+_DB_STEPS = (22, 14)  # of the square root, and of the square root of that
 _HIGHEST_ERROR = 1e-2
 
 
-def eigenbasis(matrices: Stack) -> Stack:
-    """Return eigenvectors as columns, by descending eigenvalue; in the matrices' own type.
-
-    Computed in fp64 on the host, see `inverse_root` for the jitter.
-    """
-    return _eigh(matrices)[1].flip(-1).to(matrices)
-
-
 def power_step(
-    matrices: Stack, basis: Stack, *, is_sorted: bool
+    matrices: Stack, basis: Stack, *, is_sorted: bool, on_host: bool
 ) -> tuple[Stack, Int[Tensor, "k n"]]:
-    """Make one step of orthogonal iteration: the Q of `matrices @ basis`, on their device.
+    """Make one step of orthogonal iteration: the Q of `matrices @ basis`.
 
     Args:
         matrices: The matrices.
-        basis: Orthogonal matrices, near their eigenvectors.
+        basis: Orthogonal matrices, near their eigenvectors; at first the identity.
         is_sorted: Whether columns are first ordered by their Rayleigh quotients, large ones first.
+        on_host: Whether to use LAPACK's Householder QR. Else `(A + 1e-5 |A| I) Q`, its columns at
+            norm 1, becomes orthogonal by three Cholesky factors of their products, the first two of
+            shifted ones. Two without shifts fail for rank-deficient factors of training.
 
     Returns:
         The new bases, and the index of the old column of each new one.
+
+    References:
+        Fukaya et al., Shifted Cholesky QR for computing the QR factorization of ill-conditioned
+        matrices, 2020.
     """
     product = matrices @ basis
     if is_sorted:
         order = (basis * product).sum(-2).argsort(-1, descending=True)
-        product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
     else:
         order = torch.arange(basis.shape[-1], device=basis.device).expand(len(basis), -1)
-    return torch.linalg.qr(product)[0], order
+    if not on_host:
+        product.add_(_SHIFT * torch.linalg.matrix_norm(matrices, keepdim=True) * basis)
+    if is_sorted:
+        product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
+    if on_host:
+        return torch.linalg.qr(product)[0], order
+    shift = 8 * torch.finfo(product.dtype).eps * product.shape[-1]
+    for added in (shift, shift, 0.0):
+        product = product / torch.linalg.vector_norm(product, dim=-2, keepdim=True)
+        gram = product.mT @ product
+        gram.diagonal(dim1=-2, dim2=-1).add_(added)
+        factor, info = torch.linalg.cholesky_ex(gram, upper=True)
+        product = torch.linalg.solve_triangular(factor, product, upper=True, left=False)
+        product = torch.where(info[:, None, None] == 0, product, torch.nan)
+    return product, order
 
 
-def inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
-    """Return `(A + eps l I)^(-1 / root)`, l the largest eigenvalue of A; the identity for A = 0.
+def inverse_root(matrices: Stack, eps: float) -> Stack:
+    """Return `(A + eps l I)^(-1/4)`, l the largest eigenvalue of A; the identity for A = 0.
 
-    By the eigenvalues in fp64 on the host, whatever the type of the matrices. Negative eigenvalues,
-    which rounding can leave, count as 0. If LAPACK fails to converge, it is retried with 1e-10 and
-    then 1e-6 of the mean eigenvalue added to the diagonal.
+    By LAPACK's eigenvalues, on the host. Negative ones, which rounding can leave, count as 0.
 
     Raises:
-        RuntimeError: It still fails, or a matrix is not finite.
+        RuntimeError: LAPACK did not converge.
     """
-    values, vectors = _eigh(matrices)
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        values, vectors = (each.to(matrices) for each in torch.linalg.eigh(matrices.double()))
     largest = values[..., -1:].clamp(min=0)
     damped = values.clamp(min=0) + eps * largest
     damped = torch.where(largest > 0, damped, 1.0)
-    return ((vectors * damped.pow(-1 / root).unsqueeze(-2)) @ vectors.mT).to(matrices)
+    return (vectors * damped.pow(-0.25).unsqueeze(-2)) @ vectors.mT
 
 
-def newton_inverse_root(matrices: Stack, root: int, eps: float) -> Stack:
-    """Compute the same by coupled Newton iterations in the matrices' own type, on their device.
+def newton_inverse_root(matrices: Stack, eps: float) -> Stack:
+    """Compute the same by coupled Newton iterations; l is a bound, see `_scaled`.
 
-    It needs only products, so it suits a GPU; l is a bound, the Frobenius norm. It loses digits
-    with the condition number: the error is about 2e-4 at 1e5 in fp32, where `inverse_root` has
-    2e-5.
-
-    Returns:
-        The roots; NaN for matrices for which it did not converge.
+    Whether it converged is judged at the end: the error of an ordinary matrix rises once before it
+    falls. In fp32 the error of a root is about 1e-4 at a condition number of 1e5.
 
     References:
         Guo, Higham, A Schur-Newton method for the matrix p-th root and its inverse, 2006.
         Anil et al., Scalable second order optimization, arXiv:2002.09018.
     """
-    n = matrices.shape[-1]
-    eye = torch.eye(n, dtype=matrices.dtype, device=matrices.device)
+    damped, scale, is_zero, eye = _scaled(matrices, eps)
+    first = 5 / (2 * (1 + eps))  # of eigenvalues up to 1 + eps
+    m, x = damped * first, eye * first**0.25
+    for _ in range(_NEWTON_STEPS):
+        t = 1.25 * eye - 0.25 * m
+        square = t @ t
+        x, m = x @ t, square @ (square @ m)
+    return _judged(x * scale.pow(-0.25), m, is_zero, eye)
+
+
+def newton_db_inverse_root(matrices: Stack, eps: float) -> Stack:
+    """Compute the same by two coupled square roots (Denman and Beavers, without inverses).
+
+    More products than `newton_inverse_root`, and more digits.
+
+    References:
+        Higham, Stable iterations for the matrix square root, 1997. DASH: the published
+        code of the batched form.
+    """
+    damped, scale, is_zero, eye = _scaled(matrices, eps)
+    y = damped / (1 + eps)
+    scale = scale * (1 + eps)
+    z = m = eye
+    for steps in _DB_STEPS:
+        z = eye.expand_as(y)
+        for _ in range(steps):
+            m = z @ y
+            t = 1.5 * eye - 0.5 * m
+            y, z = y @ t, t @ z
+    return _judged(z * scale.pow(-0.25), m, is_zero, eye)
+
+
+ROOTS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "eigh": inverse_root,
+    "newton": newton_inverse_root,
+    "newton-db": newton_db_inverse_root,
+}
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply in fp32 inside, whatever the user has set: TF32 turns errors of 1e-5 into 3e-2.
+
+    The setting is one of the process, so the training thread alone may use it.
+    """
+    libraries: Any = torch.backends.cuda, torch.backends.mkldnn
+    backends = [library.matmul for library in libraries]
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def _scaled(matrices: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return A / l + eps I and l, a bound of the largest eigenvalue; whether A = 0; and I."""
+    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     norms = torch.linalg.matrix_norm(matrices, keepdim=True)
-    norms = torch.where(norms > 0, norms, 1.0)
-    is_zero = torch.linalg.matrix_norm(matrices, keepdim=True) == 0
-    damped = torch.where(is_zero, eye, matrices / norms + eps * eye)
-    scale = (1 + root) / (2 * torch.linalg.matrix_norm(damped, keepdim=True))
-    m, x = damped * scale, eye * scale.pow(1 / root)
-    best = torch.full((len(matrices), 1, 1), torch.inf, dtype=m.dtype, device=m.device)
-    found = torch.full_like(x, torch.nan)
-    for _ in range(_MOST_STEPS):
-        error = (m - eye).abs().amax((-2, -1), keepdim=True)
-        is_better = error < best
-        found, best = torch.where(is_better, x, found), torch.where(is_better, error, best)
-        # The error may rise before it falls, so only one that is low already ends it by rising.
-        if not ((best > _TOLERANCE) & (is_better | (best > _HIGHEST_ERROR))).any():
-            break
-        t = ((1 + 1 / root) * eye) - m / root
-        x, m = x @ t, torch.linalg.matrix_power(t, root) @ m
-    found = torch.where(best < _HIGHEST_ERROR, found, torch.nan)
-    return torch.where(is_zero, eye, found * norms.pow(-1 / root))
+    rows = matrices.abs().sum(-1, keepdim=True).amax(-2, keepdim=True)
+    norms = torch.minimum(norms, rows)
+    is_zero = norms == 0
+    norms = torch.where(is_zero, 1.0, norms)
+    return torch.where(is_zero, eye, matrices / norms + eps * eye), norms, is_zero, eye
 
 
-def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, ascending, and eigenvectors, in fp64 on the host."""
-    wide = matrices.detach().to("cpu", torch.float64)
-    if not wide.isfinite().all():
-        raise RuntimeError("a factor is not finite: a gradient was not")
-    error: Exception | None = None
-    for jitter in _JITTER:
-        mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        eye = torch.eye(wide.shape[-1], dtype=wide.dtype)
-        try:
-            values, vectors = torch.linalg.eigh(wide + jitter * mean * eye if jitter else wide)
-        except torch.linalg.LinAlgError as failed:
-            error = failed
-            continue
-        return values, vectors
-    raise RuntimeError(f"no eigenvalues were found: {error}") from error
+def _judged(found: Tensor, m: Tensor, is_zero: Tensor, eye: Tensor) -> Tensor:
+    """Return roots where m is near the identity, the identity for A = 0, else NaN."""
+    error = (m - eye).abs().amax((-2, -1), keepdim=True)
+    return torch.where(is_zero, eye, torch.where(error < _HIGHEST_ERROR, found, torch.nan))

@@ -7,21 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipgrad._messages import warn
 from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._optimizer import SecondOrder, check_fraction, check_sizes
-from gossipgrad.second_order._refresh import Background, Policy
-from gossipgrad.second_order._roots import inverse_root, newton_inverse_root
-from gossipgrad.second_order._symmetric import add_gram, packed_shape, unpack
+from gossipgrad.second_order._optimizer import FACTORS, SecondOrder, check_fraction, check_sizes
+from gossipgrad.second_order._refresh import Refresh, Value
+from gossipgrad.second_order._roots import ROOTS
+from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers
 
 __all__ = ["Shampoo"]
 
-_FACTORS = ("left", "right")
-_ROOTS = ("left_root", "right_root")
 _GRAFTS = ("adam", "none")
-_METHODS = {"eigh": inverse_root, "newton": newton_inverse_root}
 
 
 class Shampoo(SecondOrder):
@@ -48,15 +44,16 @@ class Shampoo(SecondOrder):
         shampoo_beta: $b$; None: $b_2$.
         damping: Added to all eigenvalues of a factor, times the largest one.
         graft: `"adam"`, or `"none"`: use D itself.
-        root_method: `"eigh"`, in fp64 on the host; or `"newton"`, coupled Newton iterations on the
-            parameters' device in their type, which needs a `damping` of 1e-5 or more, and products
-            in fp32: it warns of TF32, which `torch.set_float32_matmul_precision("high")` allows.
+        root_method: `"newton"`, coupled Newton iterations; `"newton-db"`, coupled square roots,
+            with more products and more digits; `"eigh"`, LAPACK's eigenvalues, for roots computed
+            on the host; or `"auto"`: `"eigh"` there, else `"newton"`. Products are in fp32,
+            whatever `torch.set_float32_matmul_precision` says.
         eps: Adam's eps, also of AdamW.
         weight_decay: Decoupled weight decay of all parameters.
         max_dim: Largest dimension of blocks, at least 1.
-        refresh: When and where roots are computed: `Synchronous` (default), `Staggered`,
-            `Background`.
-        storage: Tiers of the state; None: on the parameters' device.
+        refresh: See `gg.SOAP`.
+        root_dtype: See `gg.SOAP`.
+        storage: See `gg.SOAP`.
         matrices: Patterns of names that Shampoo always updates.
         adamw: Patterns of names that AdamW always updates.
 
@@ -69,10 +66,12 @@ class Shampoo(SecondOrder):
         A distributed data-parallel PyTorch implementation of Distributed Shampoo, arXiv:2309.06497.
         Deviations: (1) means of the factors instead of sums, as Shi et al.; (2) damping relative to
         the largest eigenvalue, where Shi et al. add 1e-12: a stale root then does not blow up
-        directions that had no gradient when it was computed; (3) grafting per block.
+        directions that had no gradient when it was computed; (3) grafting per block; (4) left and
+        right roots change in different steps.
     """
 
     role = "shampoo"
+    roots = ("left_root", "right_root")
     averaged = ("left", "right", "moment", "square")
 
     def __init__(
@@ -84,11 +83,12 @@ class Shampoo(SecondOrder):
         shampoo_beta: float | None = None,
         damping: float = 1e-6,
         graft: str = "adam",
-        root_method: str = "eigh",
+        root_method: str = "auto",
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_dim: int = 2048,
-        refresh: Policy | None = None,
+        refresh: Refresh | None = None,
+        root_dtype: torch.dtype | None = None,
         storage: Tiers | None = None,
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
@@ -101,6 +101,7 @@ class Shampoo(SecondOrder):
             adamw_settings=adam,
             weight_decay=weight_decay,
             refresh=refresh,
+            root_dtype=root_dtype,
             storage=storage,
             matrices=matrices,
             adamw=adamw,
@@ -110,17 +111,14 @@ class Shampoo(SecondOrder):
         """See the base."""
         check_fraction(group, "shampoo_beta")
         check_sizes(group, "damping", "max_dim")
-        for name, known in (("graft", _GRAFTS), ("root_method", tuple(_METHODS))):
+        for name, known in (("graft", _GRAFTS), ("root_method", ("auto", *ROOTS))):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
-        if group["root_method"] == "newton" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-            warn(
-                'root_method="newton" with TF32 products makes roots that are wrong by percents on '
-                'GPUs: call torch.set_float32_matmul_precision("highest"), or give '
-                'root_method="eigh"'
+        if group["root_method"] == "eigh" and self.refresh.where == "device":
+            raise ValueError(
+                'root_method="eigh" would make the device wait for the host: give "newton", or '
+                'Refresh(where="host")'
             )
-        if group["graft"] == "none" and self.may_lack_roots:
-            raise ValueError("on_bound='graft-only' needs graft='adam'")
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
         """See the base."""
@@ -131,11 +129,8 @@ class Shampoo(SecondOrder):
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
         """See the base."""
-        m, n = unit.shape
-        moment: dict[str, tuple[int, ...]] = {"moment": (m, n)}
-        graft = {} if self.param_groups[unit.group]["graft"] == "none" else {"square": unit.shape}
-        factors: dict[str, tuple[int, ...]] = {"left": packed_shape(m), "right": packed_shape(n)}
-        return moment | factors | {"left_root": (m, m), "right_root": (n, n)} | graft
+        square = {} if self.param_groups[unit.group]["graft"] == "none" else {"square": unit.shape}
+        return {"moment": unit.shape, **super().shapes(unit), **square}
 
     def update_unit(
         self, unit: Unit, group: Mapping[str, Any], gradient: Tensor, rows: Sequence[int] | None
@@ -143,49 +138,41 @@ class Shampoo(SecondOrder):
         """See the base."""
         b1, b2 = group["betas"]
         b, count = self._beta(group), unit.step + 1
-        with self.use(unit, _FACTORS, rows) as (left, right):
+        with self.use(unit, FACTORS, rows) as (left, right):
             add_gram(left, gradient, b, 1 - b)
             add_gram(right, gradient.mT, b, 1 - b)
-        root = self.renew(unit, group, unit.step)
+        self.renew(unit, group)
         with self.use(unit, ["moment"], rows) as (moment,):
             moment.lerp_(gradient, 1 - b1)
             mean = moment / (1 - b1**count)
-        graft = None
+        left, right = self.current_roots(unit, rows)
+        direction = left @ mean @ right
         if group["graft"] == "adam":
             with self.use(unit, ["square"], rows) as (square,):
                 square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-                graft = mean / (square / (1 - b2**count)).sqrt_().add_(group["eps"])
-        if root is None:
-            assert graft is not None
-            return graft, 1.0
-        with self.use(unit, _ROOTS, rows, is_written=False) as (left, right):
-            direction = left @ mean @ right
-        if graft is not None:
+                graft = mean.div_((square / (1 - b2**count)).sqrt_().add_(group["eps"]))
             length = torch.linalg.matrix_norm(direction, keepdim=True)
             wanted = torch.linalg.matrix_norm(graft, keepdim=True)
             direction.mul_(torch.where(length > 0, wanted / length, 0.0))
         return direction, 1.0
 
-    def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
+    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Value]:
         """See the base."""
-        factors = self.snapshot(unit, *_FACTORS)
-        correction = 1 - self._beta(group) ** (unit.step + 1)
-        find = partial(_METHODS[group["root_method"]], root=4, eps=group["damping"])
-        return lambda: tuple(find(unpack(factor / correction)) for factor in factors)
-
-    def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
-        """See the base."""
-        device = unit.blocks[0].parameter.device
-        old = _ROOTS if unit.has_roots else ()
-        with self.use(unit, old, is_written=False):  # on the device first: then both are replaced
-            for name, root in zip(_ROOTS, value, strict=True):
-                self.put(unit, name, root.to(device))
-
-    @property
-    def may_lack_roots(self) -> bool:
-        """Whether a step is possible without roots."""
-        return isinstance(self.refresh, Background) and self.refresh.on_bound == "graft-only"
+        return partial(
+            _find,
+            correction=1 - self._beta(group) ** (unit.step + 1),
+            method=group["root_method"],
+            eps=group["damping"],
+        )
 
     @staticmethod
     def _beta(group: Mapping[str, Any]) -> float:
         return group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+
+
+def _find(
+    factor: Tensor, old: Tensor, *, correction: float, method: str, eps: float, on_host: bool
+) -> Value:
+    if method == "auto":
+        method = "eigh" if on_host else "newton"
+    return (ROOTS[method](factor / correction, eps),)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
-from gossipgrad.second_order._optimizer import check_fraction
-from gossipgrad.second_order._refresh import Policy
+from gossipgrad.second_order._eigenbasis import Eigenbasis
+from gossipgrad.second_order._optimizer import FACTORS, check_fraction
+from gossipgrad.second_order._refresh import Refresh
 from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers
 
@@ -31,8 +31,8 @@ class SOAP(Eigenbasis):
         L \leftarrow b L + (1 - b) G G^T, \quad R \leftarrow b R + (1 - b) G^T G
 
     with $c$ Adam's bias correction. The first step of a block initialises $L$ and $R$ without an
-    update. The bases are eigenvectors of these at the second step, and later one step of orthogonal
-    iteration from the factors of the steps before, when `refresh` says so.
+    update. The bases start as the identity; in the second step, and later when `refresh` says so,
+    each makes one step of orthogonal iteration with the factor of the steps before.
 
     Matrices are split into blocks of at most `max_dim` x `max_dim`, and convolution kernels
     flattened to one row per output; equal blocks are multiplied together. State is in fp32 (float64
@@ -51,15 +51,15 @@ class SOAP(Eigenbasis):
         eps: Added to the root, also of AdamW.
         weight_decay: Decoupled weight decay of all parameters.
         max_dim: Largest dimension of blocks, at least 1.
-        refresh: When and where bases are computed: `Synchronous` (default), `Staggered`,
-            `Background`.
-        storage: Tiers of the state; None: on the parameters' device.
+        refresh: When and where bases are computed, `gg.Refresh(every=10, delay=0)`.
+        root_dtype: Type of stored bases, `torch.bfloat16` or `torch.float32`.
+        storage: `gg.Tiers(host="pinned")` keeps bases in host memory.
         matrices: Patterns of names that SOAP always updates.
         adamw: Patterns of names that AdamW always updates.
 
     Raises:
-        ValueError: If a number is out of range, no parameter has a name, there is nothing to train,
-            or the device budget is too small for one unit of blocks.
+        ValueError: If a number is out of range, no parameter has a name, or there is nothing to
+            train.
 
     Note:
         AdamW updates vectors and scalars, the weights of `nn.Embedding` (and a head tied to one),
@@ -70,7 +70,7 @@ class SOAP(Eigenbasis):
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 8))
         >>> gg.SOAP(model, weight_decay=0.0)
         SOAP (
-          soap, lr 0.003: betas (0.95, 0.95), blocks of 2048, synchronous every 10, weight decay 0
+          soap, lr 0.003: betas (0.95, 0.95), blocks of 2048, roots every 10, weight decay 0
             1.weight (8, 4)
           adamw, lr 0.003: betas (0.95, 0.95), eps 1e-08, weight decay 0
             0.weight (9, 4)
@@ -83,10 +83,12 @@ class SOAP(Eigenbasis):
         skips a side that is too large; (2) the mean of gradients is kept in the bases and rotated
         with them, as in the published code, where Algorithm 3 projects it in each step; (3) weight
         decay is applied before the update instead of after it; (4) AdamW updates vectors,
-        embeddings and scalars.
+        embeddings and scalars; (5) the first bases are one step of orthogonal iteration from the
+        identity instead of eigenvectors; (6) left and right bases change in different steps.
     """
 
     role = "soap"
+    is_ordered = True
     reordered = ("square",)
 
     def __init__(
@@ -99,7 +101,8 @@ class SOAP(Eigenbasis):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         max_dim: int = 2048,
-        refresh: Policy | None = None,
+        refresh: Refresh | None = None,
+        root_dtype: torch.dtype | None = None,
         storage: Tiers | None = None,
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
@@ -111,6 +114,7 @@ class SOAP(Eigenbasis):
             adamw_settings=adam,
             weight_decay=weight_decay,
             refresh=refresh,
+            root_dtype=root_dtype,
             storage=storage,
             matrices=matrices,
             adamw=adamw,
@@ -141,12 +145,9 @@ class SOAP(Eigenbasis):
             with self.use(unit, FACTORS, rows) as factors:
                 _add(factors, gradient, b)
             return None
-        self.renew(unit, group, unit.step - 1)
-        names = ("moment", "square", *FACTORS)
-        with (
-            self.use(unit, BASES, rows, is_written=False) as (left, right),
-            self.use(unit, names, rows) as (moment, square, *factors),
-        ):
+        self.renew(unit, group)
+        left, right = self.current_roots(unit, rows)
+        with self.use(unit, ("moment", "square", *FACTORS), rows) as (moment, square, *factors):
             projected = left.mT @ gradient @ right
             moment.lerp_(projected, 1 - b1)
             square.mul_(b2).addcmul_(projected, projected, value=1 - b2)

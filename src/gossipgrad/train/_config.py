@@ -290,8 +290,8 @@ class TrainConfig:
         for section, kind in options_by_section().items():
             owner = f"optimizer is {self.optimizer}" if section in SECTIONS else strategy
             why = {field.name: owner for field in dataclasses.fields(kind)}
-            if section == "second_order" and section in own:
-                why = self.options[section].unused()
+            if section in SECTIONS and section in own:
+                why = {}
             elif section in own:
                 setting = self.setting(self.nproc or 0)
                 is_of_strategy = section == self.traits.section

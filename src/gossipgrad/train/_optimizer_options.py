@@ -1,7 +1,6 @@
 """The options of optimizers, by section."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ._options import check_at_least, check_fields, check_rule, make_plain
 
@@ -25,13 +24,11 @@ class SGDConfig:
 class SecondOrderConfig:
     """The roots of optimizer soap, kl-shampoo and shampoo."""
 
-    refresh: Literal["synchronous", "staggered", "background"] = "staggered"
-    """When roots are computed: all in one step, a share in each step, or in a thread during
-    training."""
     refresh_every: int = 10
     """Steps from one root of a block to the next."""
-    max_staleness: int = 5
-    """Steps that a root may take to compute with refresh background."""
+    refresh_delay: int = 0
+    """Steps from the copy of a factor to the use of its root; 0: the step computes it, else a
+    thread, or the device beside training."""
     max_dim: int = 512
     """Rows and columns of a block, at most."""
 
@@ -39,12 +36,13 @@ class SecondOrderConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "refresh_every", "max_dim")
-        check_at_least(self, 0, "max_staleness")
-
-    def unused(self) -> dict[str, str]:
-        """Options without effect, and why."""
-        why = f"refresh is {self.refresh}"
-        return {} if self.refresh == "background" else {"max_staleness": why}
+        check_at_least(self, 0, "refresh_delay")
+        check_rule(
+            self,
+            "at most refresh_every",
+            lambda value: value <= self.refresh_every,
+            "refresh_delay",
+        )
 
 
 SECTIONS: dict[str, type] = {"sgd": SGDConfig, "second_order": SecondOrderConfig}

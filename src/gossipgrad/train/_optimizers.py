@@ -63,19 +63,13 @@ def make_optimizers(
 
 def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
     options = config.options["second_order"]
-    every, late = options.refresh_every, options.max_staleness
-    policies = {
-        "synchronous": lambda: gg.Synchronous(every),
-        "staggered": lambda: gg.Staggered(every),
-        "background": lambda: gg.Background(every, late, fixed_delay=True),  # so that a run repeats
-    }
     kinds = {"soap": gg.SOAP, "kl-shampoo": gg.KLShampoo, "shampoo": gg.Shampoo}
     return kinds[config.optimizer](
         model,
         lr=config.learning_rate.peak,
         weight_decay=config.weight_decay,
         max_dim=options.max_dim,
-        refresh=policies[options.refresh](),
+        refresh=gg.Refresh(options.refresh_every, options.refresh_delay),
     )
 
 

@@ -1,0 +1,99 @@
+"""State and update of each unit on one rank, for replicas that are equal."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gossipgrad.comm import local
+from gossipgrad.errors import AgreementError, GossipError
+from gossipgrad.second_order._blocks import Unit
+
+if TYPE_CHECKING:
+    from gossipgrad.second_order._optimizer import SecondOrder
+
+__all__ = ["Sharding", "distribute"]
+
+_TOGETHER = 8
+"""Broadcasts under way at a time: more hide more, and need the memory of as many units."""
+
+
+class Sharding:
+    """The owners of units, which `gg.share_roots(optimizer, shard=True)` returns.
+
+    Attributes:
+        rank: This rank in the process group.
+        owners: The rank that has the state of each unit so far.
+    """
+
+    def __init__(self, optimizer: "SecondOrder", group: dist.ProcessGroup | None) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "shard=True needs torch.distributed: call init_process_group() first, or leave it "
+                "out on a single process"
+            )
+        if optimizer.state:
+            raise GossipError(
+                "shard=True comes before the first step and before load_state_dict(): call "
+                "gg.share_roots(optimizer, shard=True) right after the optimizer is made"
+            )
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.begin()
+        described = f"{type(optimizer).__name__} of {[u.shape for u in optimizer.plan()]}"
+        said: list[str] = [""] * len(self._loads)
+        dist.all_gather_object(said, f"{described}, {optimizer.refresh}", group=group)
+        if len(set(said)) > 1:
+            other = next(rank for rank, each in enumerate(said) if each != said[0])
+            raise AgreementError(
+                f"rank {other} shards {said[other]}, and rank 0 {said[0]}: build the same "
+                "optimizer and settings on every rank"
+            )
+        optimizer.sharding = self
+
+    def begin(self) -> None:
+        """Forget the owners, before units are created."""
+        self.owners: list[int] = []
+        self._loads = [0.0] * dist.get_world_size(self._group)
+
+    def assign(self, units: Sequence[Unit]) -> None:
+        """Choose the owners of new units, the same on all ranks."""
+        owners = distribute([unit.cost for unit in units], self._loads)
+        for unit, owner in zip(units, owners, strict=True):
+            unit.owner = owner
+        self.owners += owners
+
+    def broadcast(self, units: Sequence[Unit]) -> None:
+        """Send the weights of this rank's units to all ranks, and receive theirs."""
+        for first in range(0, len(units), _TOGETHER):
+            some = units[first : first + _TOGETHER]
+            stacks = []
+            for unit in some:
+                parts = [block.of(local(block.parameter)) for block in unit.blocks]
+                stack = parts[0].new_empty(len(parts), *unit.shape)
+                if unit.owner == self.rank:
+                    torch.stack(parts, out=stack)
+                stacks.append(stack)
+            works = [self._send(unit, stack) for unit, stack in zip(some, stacks, strict=True)]
+            for unit, stack, work in zip(some, stacks, works, strict=True):
+                work.wait()
+                if unit.owner != self.rank:
+                    for block, new in zip(unit.blocks, stack, strict=True):
+                        with block.open() as weights:
+                            weights.copy_(new)
+
+    def _send(self, unit: Unit, stack: torch.Tensor) -> dist.Work:
+        assert unit.owner is not None
+        work = dist.broadcast(stack, group=self._group, group_src=unit.owner, async_op=True)
+        assert work is not None
+        return work
+
+
+def distribute(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Assign an owner to each unit, the largest first, to the rank with the least work so far."""
+    owners = [0] * len(costs)
+    for unit in sorted(range(len(costs)), key=lambda unit: -costs[unit]):
+        owners[unit] = min(range(len(loads)), key=lambda rank: loads[rank])
+        loads[owners[unit]] += costs[unit]
+    return owners
