@@ -115,7 +115,6 @@ def test_another_optimizer_brings_its_own_learning_rate(saved, tmp_path, capsys)
     [
         ("--topology matching", "matching", "dissemination"),
         ("--topology=ring", "ring", "dissemination"),
-        ("--strategy suda --optimizer muon --topology ring", "dissemination", "ring"),
         ("--suda.topology ring --topology hypercube", "hypercube", "ring"),
     ],
 )

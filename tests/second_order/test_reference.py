@@ -43,10 +43,11 @@ def test_equals_the_papers_letters(name, every, delay, where):
     expected = [weight.detach().clone() for weight in weights]
     refresh = gg.Refresh(every, delay, where=where)
     optimizer = getattr(gg, name)(weights, refresh=refresh, **SETTINGS[name])
-    # Three stacks, so six units over a window; in a turned block the left one is the columns'.
-    phases = [[unit * every // 6 for unit in range(2 * n, 2 * n + 2)] for n in (0, 0, 0, 1, 2)]
-    phases[1].reverse()
-    phases[3].reverse()
+    # Three stacks, so six units, which share a window by the cubes of their sizes. In a turned
+    # block the left one is the columns'.
+    costs = [3 * 5**3, 3 * 7**3, 1, 4**3, 6**3, 6**3]
+    phases = [int(every * (sum(costs[:u]) + costs[u] / 2) / sum(costs)) for u in range(6)]
+    phases = [phases[:2], phases[1::-1], phases[:2], phases[3:1:-1], phases[4:]]
     rules = [
         getattr(reference, name)(**LETTERS[name], T=every, D=delay, p_L=left, p_R=right)
         for left, right in phases

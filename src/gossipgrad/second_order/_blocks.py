@@ -14,7 +14,7 @@ from gossipgrad.second_order._refresh import Job
 
 __all__ = ["Block", "Unit", "cut", "make_units"]
 
-_MOST_ELEMENTS = 2**20
+_MOST_ELEMENTS, _MOST_ELEMENTS_ON_CPU = 2**20, 2**18
 """Size of a unit: large enough to multiply small blocks together, and small enough that one unit
 needs little memory, and that there are units to spread over a window."""
 
@@ -73,18 +73,21 @@ class Unit:
     jobs: dict[int, Job] = field(default_factory=dict)  # roots that wait to be used, by side
     shape: tuple[int, int] = field(init=False)
     dtype: torch.dtype = field(init=False)
-    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         first = self.blocks[0].parameter
         self.shape, self.dtype = self.blocks[0].shape, widened(first.dtype)
-        self.device = local(first.detach()).device
 
     @property
-    def cost(self) -> float:
-        """Operations of its roots, but for a factor."""
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return local(self.blocks[0].parameter.detach()).device
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Operations for its left and right roots, but for a factor."""
         m, n = self.shape
-        return len(self.blocks) * (float(m) ** 3 + float(n) ** 3)
+        return len(self.blocks) * float(m) ** 3, len(self.blocks) * float(n) ** 3
 
     def gather(self, rows: Sequence[int], finite: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """Return the stacked gradients of these blocks; do not write to them.
@@ -127,7 +130,9 @@ def make_units(
     units: list[Unit] = []
     for blocks in alike.values():
         m, n = blocks[0].shape
-        together = max(1, _MOST_ELEMENTS // (m * n))
+        device = local(blocks[0].parameter.detach()).device.type
+        most = _MOST_ELEMENTS_ON_CPU if device == "cpu" else _MOST_ELEMENTS
+        together = max(1, most // (m * n))
         for begin in range(0, len(blocks), together):
             some = blocks[begin : begin + together]
             units.append(Unit(first + len(units), group, cohort, blocks=some))

@@ -26,7 +26,7 @@ from gossipgrad.second_order._refresh import (
     completed,
     is_due,
     is_used,
-    phase_of,
+    phases_of,
 )
 from gossipgrad.second_order._streams import LateCount
 from gossipgrad.second_order._symmetric import packed_shape
@@ -388,9 +388,9 @@ class SecondOrder(MatrixOptimizer):
             first = len(self._units) + len(units)
             max_dim = self.param_groups[index]["max_dim"]
             units += make_units(some, max_dim, first=first, group=index, cohort=cohort)
-        for number, unit in enumerate(units):
-            left, count, every = 2 * number, 2 * len(units), self.refresh.every
-            unit.phases = phase_of(left, count, every), phase_of(left + 1, count, every)
+        phases = phases_of([cost for unit in units for cost in unit.costs], self.refresh.every)
+        for unit, left, right in zip(units, phases[::2], phases[1::2], strict=True):
+            unit.phases = left, right
         return units
 
     def _add_units(

@@ -4,10 +4,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,7 +32,7 @@ __all__ = [
     "completed",
     "is_due",
     "is_used",
-    "phase_of",
+    "phases_of",
 ]
 
 Value = tuple[Tensor, ...]
@@ -43,9 +44,8 @@ class Refresh:
     """When and where an optimizer computes the roots or bases of its factors.
 
     Matrices are cut into blocks, and equal blocks are stacked. The left and the right factors of a
-    stack are each a unit. Units are spread evenly over a window of `every` steps: unit u of n is
-    due in the steps k with k mod every = u * every // n. The first roots of all are computed in the
-    first step.
+    stack are each a unit. Units are spread over a window of `every` steps, in order, so that each
+    step has an equal share of the cost. The first roots of all are computed in the first step.
 
     A root is used from exactly `delay` steps after the copy of its factor, so that a run repeats
     bit for bit, and all ranks change roots in the same step. If it is not ready by then, the step
@@ -235,7 +235,7 @@ class Refresher:
         old = work.old.to(work.factor.dtype)
         order = torch.arange(old.shape[-1], device=old.device).expand(len(old), -1)
         try:
-            new, *orders = work.find(unpack(work.factor), old, on_host=on_host)
+            new, *orders = work.find(unpack(work.factor, old.shape[-1]), old, on_host=on_host)
         except Exception as error:  # LAPACK's, or of memory; the step continues with the old ones
             self._error = error
             new, orders = torch.full_like(old, torch.nan), [order]
@@ -259,9 +259,10 @@ class Refresher:
         self.stats.failed = failed
 
 
-def phase_of(unit: int, units: int, every: int) -> int:
-    """Return the step of each window in which a unit is due."""
-    return unit * every // units
+def phases_of(costs: Sequence[float], every: int) -> list[int]:
+    """Return the step of each window in which each unit is due, equal costs apart."""
+    ends = list(accumulate(costs))
+    return [int(every * (e - c / 2) / ends[-1]) for e, c in zip(ends, costs, strict=True)]
 
 
 def is_due(call: int, phase: int, policy: Refresh) -> bool:

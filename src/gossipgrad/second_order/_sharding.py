@@ -59,7 +59,7 @@ class Sharding:
 
     def assign(self, units: Sequence[Unit]) -> None:
         """Choose the owners of new units, the same on all ranks."""
-        owners = distribute([unit.cost for unit in units], self._loads)
+        owners = distribute([sum(unit.costs) for unit in units], self._loads)
         for unit, owner in zip(units, owners, strict=True):
             unit.owner = owner
         self.owners += owners
