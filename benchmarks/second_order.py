@@ -4,8 +4,8 @@
   Fashion-MNIST of 14 x 14 pixels, one thread. Every optimizer has its learning rate from one
   search, on the first seed. Warm-up in 5 % of the steps, then linear decay to zero. Reported: the
   loss on held-out samples after equal steps; after as many steps as take AdamW's processor time;
-  the share of steps after which each is where AdamW ends; and roots of SOAP and Shampoo that are 0
-  to 10 steps late.
+  the share of steps after which each is where AdamW ends; and roots of SOAP that are 0 to 10
+  steps late.
 * `steps`: the optimizer's part of a step on a GPT of 4 layers and width 256, by turns, a window of
   steps at a time, from equal weights on equal batches; refreshes every 10 steps. The median, the
   mean, the 99th percentile and the longest step.
@@ -54,8 +54,6 @@ OPTIMIZERS: dict[str, Make] = {
     "Shampoo": lambda model, lr: gg.Shampoo(model, lr=lr),
 }
 
-
-LATE_KINDS: dict[str, Any] = {"SOAP": gg.SOAP, "Shampoo": gg.Shampoo}
 
 if find_spec("pytorch_optimizer") is not None:
     import pytorch_optimizer
@@ -182,25 +180,19 @@ def measure_loss(steps: int, seeds: int) -> None:
             }
             tell(f"{name} {each}", found["optimizers"][each])
             write("second_order_loss", figures, module="second_order")
-        for each, cls in LATE_KINDS.items():
-            lr = found["optimizers"][each]["lr"]
-            found["late"][each] = {}
-            for delay in LATE:
-                refresh = gg.Refresh(10, delay)
+        lr = found["optimizers"]["SOAP"]["lr"]
+        for delay in LATE:
+            refresh = gg.Refresh(10, delay)
 
-                def make(
-                    model: nn.Module, lr: float, cls: Any = cls, refresh: Any = refresh
-                ) -> Any:
-                    return cls(model, lr=lr, refresh=refresh)
+            def make(model: nn.Module, lr: float, refresh: Any = refresh) -> Optimizer:
+                return gg.SOAP(model, lr=lr, refresh=refresh)
 
-                runs = [train(task, make, lr, steps, seed) for seed in range(seeds)]
-                again = train(task, make, lr, steps, 0)["loss"]
-                found["late"][each][delay] = {
-                    "final": [one["loss"][-1] for one in runs],
-                    "repeats": again == runs[0]["loss"],
-                }
-                write("second_order_loss", figures, module="second_order")
-            tell(f"{name} late {each}", found["late"][each])
+            runs = [train(task, make, lr, steps, seed) for seed in range(seeds)]
+            again = train(task, make, lr, steps, 0)["loss"]
+            finals = [one["loss"][-1] for one in runs]
+            found["late"][delay] = {"final": finals, "repeats": again == runs[0]["loss"]}
+            write("second_order_loss", figures, module="second_order")
+        tell(f"{name} late", found["late"])
 
 
 WINDOW = 20
