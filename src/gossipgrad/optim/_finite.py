@@ -13,32 +13,21 @@ from gossipgrad.comm import is_sharded, local, widened
 __all__ = ["are_finite", "finite_flags", "parameters_to_update", "warn_of_nonfinite"]
 
 
-<<<<<<< HEAD
-@torch.no_grad()
 def are_finite(
     parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()
 ) -> list[bool]:
-=======
-def are_finite(parameters: Sequence[nn.Parameter]) -> list[bool]:
->>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
     """Return for each parameter with a gradient whether the sum of its squares is finite.
 
     Of those whose ids are in `unsquared`, whether all elements are. A collective over the meshes of
     sharded parameters, so that all their ranks decide alike.
     """
-<<<<<<< HEAD
-    if not parameters:
-        return []
-    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
-=======
-    return finite_flags(parameters).tolist() if parameters else []
+    return finite_flags(parameters, unsquared=unsquared).tolist() if parameters else []
 
 
 @torch.no_grad()
-def finite_flags(parameters: Sequence[nn.Parameter]) -> Tensor:
+def finite_flags(parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()) -> Tensor:
     """Return the same as a tensor on the device of the first, without waiting for it."""
-    of_dtype: dict[torch.dtype, list[int]] = {}
->>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
+    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     norms: list[Tensor] = [torch.empty(0)] * len(parameters)
     for index, parameter in enumerate(parameters):
         is_largest = id(parameter) in unsquared and local(parameter).numel() > 0

@@ -211,7 +211,11 @@ class MatrixOptimizer(Optimizer):
             RuntimeError: A gradient is sparse.
         """
         self.check_layouts()
-        return parameters_to_update(self)
+        unsquared = set()
+        if not self.squares_matrices:
+            matrices = [group for group in self.param_groups if group["role"] != ADAMW]
+            unsquared = {id(p) for group in matrices for p in group["params"]}
+        return parameters_to_update(self, unsquared=unsquared)
 
     def check_layouts(self) -> None:
         """Raise `RuntimeError` for a sparse gradient."""
@@ -222,14 +226,6 @@ class MatrixOptimizer(Optimizer):
                         f"gg.{type(self).__name__} takes no sparse gradients: make the embedding "
                         "with sparse=False"
                     )
-<<<<<<< HEAD
-        unsquared = set()
-        if not self.squares_matrices:
-            matrices = [group for group in self.param_groups if group["role"] != ADAMW]
-            unsquared = {id(p) for group in matrices for p in group["params"]}
-        return parameters_to_update(self, unsquared=unsquared)
-=======
->>>>>>> 4ef62d8c (Second order: one policy Refresh(every, delay) in the step, in threads or beside a device; state as views; roots by batched products; sharded state)
 
     def adamw(
         self,
