@@ -31,7 +31,7 @@ from benchmarks._tasks import cosine, evaluate, loss, whole
 from benchmarks.network import Network, run_everywhere
 from benchmarks.sparse import DEFAULT_DENSITY, SparsifiedRanks
 
-BATCH, STEPS, DDP_STEPS, PEAK_LR = 256, 5 * 234, 60, 0.1
+BATCH, STEPS, DDP_STEPS, PEAK_LR = 256, 5 * 234, 30, 0.1
 EVALUATED, LOOKED = 39, 13  # steps from one evaluation, or look at what is sent, to the next
 LESS = 0.005  # that the target is below the accuracy of dense gradients
 SEEDS = 3
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
         return f"{self.world_size}-{self.rate / 1e6:g}"
 
 
-CELLS = tuple(Cell(p, rate) for rate in (1e8, 1e9) for p in (4, 8, 16))
+CELLS = tuple(Cell(p, rate) for p in (4, 8, 16) for rate in (1e8, 1e9))
 
 
 def perceptron() -> nn.Module:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +45,6 @@ class Counters:
     communicate_seconds: float = 0.0
     scale: float = 1.0
     """The loss scale of the residuals."""
-
-    def load(self, counted: Mapping[str, Any]) -> None:
-        """Load the result of `dataclasses.asdict`."""
-        for name, value in counted.items():
-            setattr(self, name, value)
 
 
 class Aggregation:
@@ -282,7 +276,7 @@ class Aggregation:
         self._tickets.append(ticket)
         if number < len(self.groups) - 1:
             self.queue.put(ticket)
-        self.counters.select_seconds += made.timing.select_seconds
+        self.counters.select_seconds += made.select_seconds
         self.counters.bytes_sent += made.bytes_sent
         if self._recorder is not None:
             self._recorder.span("select", start, perf_counter(), bucket=number)

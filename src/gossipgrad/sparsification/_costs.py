@@ -15,9 +15,9 @@ from gossipgrad.sparsification._settings import Settings
 __all__ = ["measure_methods"]
 
 _FIRST_ELEMENTS = 256
-_GROWTH = 4
+_GROWTH = 8
 _MOST_ELEMENTS = 1 << 22
-_RUNS = 4  # per size; the first allocates memory and does not count
+_RUNS = 2  # per size, after one that allocates memory
 _FEWEST_SIZES = 2  # for a line
 _LONGEST_RUN = 2.0  # steps: a size that is expected to take longer is not measured
 _NO_TIME_SECONDS = 1e-9  # a lower bound for times below the clock's resolution
@@ -53,19 +53,17 @@ def measure_methods(
                 tensors = max(1, round(len(parameters) / elements * size))
             grads = _random_gradients(size, tensors, parameters[0].device, dtype)
             made = _make_group(name, grads, settings, group, density)
-            runs: list[Times] = []
-            while len(runs) < _RUNS:
-                taken = _run_once(made, grads, group)
-                of_ranks = group.all_gather_object([*taken, perf_counter() - begun_seconds])
+            for count in (1, _RUNS):
+                runs = [_run_once(made, grads, group) for _ in range(count)]
+                mine = [*map(statistics.median, zip(*runs, strict=True))]
+                of_ranks = group.all_gather_object([*mine, perf_counter() - begun_seconds])
                 select, gather, add, spent = map(statistics.median, zip(*of_ranks, strict=True))
-                runs.append((select, gather, add))
                 if spent > step_seconds:
                     yield
                     begun_seconds = perf_counter()
                 if select + gather + add > step_seconds:
-                    break  # no further size
+                    break  # once is enough
             sizes.append(size)
-            select, gather, add = map(statistics.median, zip(*(runs[1:] or runs), strict=True))
             times.append((select, gather, add))
         methods.append(_make_method(name, sizes, times))
     return methods
@@ -132,7 +130,7 @@ def _run_once(made: MergedGroup, grads: Sequence[torch.Tensor], group: Group) ->
     made.exchange(group)
     took = perf_counter() - begun
     made.accept()
-    gather = min(took, made.timing.gather_seconds)
+    gather = min(took, made.gather_seconds)
     return select, gather, took - gather
 
 

@@ -17,7 +17,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._messages import Coordinates, Gather, Split, unequal_steps
 from gossipgrad.sparsification._streams import Staging
 
-__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing", "Unsent"]
+__all__ = ["DENSE_DTYPES", "MergedGroup", "Unsent"]
 
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -31,15 +31,6 @@ class Unsent(NamedTuple):
 
     residual: Tensor | None = None
     velocity: Tensor | None = None
-
-
-@dataclass(slots=True)
-class Timing:
-    """The times of one round of a group on this rank, in seconds."""
-
-    select_seconds: float = 0.0
-    gather_seconds: float = 0.0
-    add_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class MergedGroup:
         self.numel = sum(self.sizes)
         self.counts: tuple[int, ...] = ()
         self.finite = True
-        self.timing = Timing()
+        self.select_seconds = self.gather_seconds = self.add_seconds = 0.0  # of the last round
         self.step = 0, 0
         self._shapes = [p.shape for p in parameters]
         self._world_size = world_size
@@ -190,7 +181,7 @@ class MergedGroup:
         if self.sparse:
             self._select()
         self._staging.mark_written()
-        self.timing = Timing(select_seconds=perf_counter() - start)
+        self.select_seconds = perf_counter() - start
 
     @torch.no_grad()
     def begin_with_zeros(self) -> None:
@@ -201,7 +192,7 @@ class MergedGroup:
         else:
             self._total.zero_()
         self._staging.mark_written()
-        self.timing = Timing()
+        self.select_seconds = 0.0
 
     @torch.no_grad()
     def exchange(self, group: Group) -> None:
@@ -336,7 +327,7 @@ class MergedGroup:
     def _exchange_sparse(self, group: Group, messages: Gather | Split) -> None:
         start = perf_counter()
         received = messages.exchange(group, self._staging)
-        self.timing.gather_seconds = perf_counter() - start
+        self.gather_seconds = perf_counter() - start
         start = perf_counter()
         if self._chosen is not None and not bool(self._chosen.finite):
             assert self._residual is not None
@@ -349,7 +340,7 @@ class MergedGroup:
             total.index_add_(0, indices, values.to(self.dtype))
         total.div_(self._world_size)
         self.finite = finite
-        self.timing.add_seconds = perf_counter() - start
+        self.add_seconds = perf_counter() - start
 
     def _exchange_dense(self, group: Group) -> None:
         start = perf_counter()
@@ -370,7 +361,7 @@ class MergedGroup:
         if not is_narrow:
             self._total.div_(self._world_size)
         self.finite = math.isfinite(float(self._total.sum()))
-        self.timing.gather_seconds = perf_counter() - start
+        self.gather_seconds = perf_counter() - start
 
 
 def _all_finite(grads: Iterable[Tensor | None]) -> bool:

@@ -85,7 +85,8 @@ def load_session(
     session: Mapping[str, Any],
 ) -> None:
     """Load the result of `session_state`; its groups only if the same plan is requested."""
-    counters.load(session["counted"])
+    for name, value in session["counted"].items():
+        setattr(counters, name, value)
     residuals, velocities = session["residuals"], session["velocities"]
     is_same_size = session["world_size"] == group.world_size
     if not is_same_size:

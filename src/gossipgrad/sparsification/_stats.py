@@ -111,9 +111,9 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
             method=made.method,
             chosen=sum(made.counts) if made.sparse else made.numel,
             bytes_sent=made.bytes_sent,
-            select_seconds=made.timing.select_seconds,
-            gather_seconds=made.timing.gather_seconds,
-            add_seconds=made.timing.add_seconds,
+            select_seconds=made.select_seconds,
+            gather_seconds=made.gather_seconds,
+            add_seconds=made.add_seconds,
         )
         for made in aggregation.groups
     )

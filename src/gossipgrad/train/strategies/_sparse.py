@@ -148,7 +148,7 @@ class SparseStrategy(Strategy):
     help = (
         "sparse gradients, merged by the plan that is optimal by what the run measures (OMGS-SGD)"
     )
-    bytes_are = "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
+    bytes_are = "computed: of sparse messages, and of ring all-reduces of dense groups"
     section = "sparse"
     options_type = SparseConfig
 
