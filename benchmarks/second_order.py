@@ -143,56 +143,66 @@ def reaches(run: dict[str, Any], target: float, steps: int) -> float | None:
     return None
 
 
+def measure_task(
+    name: str, task: Any, found: dict[str, Any], steps: int, seeds: int, save: Callable[[], Any]
+) -> None:
+    """Adds to `found` the optimizers, and then the delays, that it lacks."""
+    for each, make in OPTIMIZERS.items():
+        if each in found["optimizers"]:
+            continue
+        first: dict[float, dict[str, Any]] = {}
+
+        def final(lr: float, make: Make = make, first: dict = first) -> float:
+            first[lr] = train(task, make, lr, steps, 0)
+            return first[lr]["loss"][-1]
+
+        lr, tried = best_rate(RATES, final, 3.0)
+        runs = [first[lr], *(train(task, make, lr, steps, seed) for seed in range(1, seeds))]
+        finals = [run["loss"][-1] for run in runs]
+        milliseconds = 1e3 * statistics.median(one["seconds"] / steps for one in runs)
+        adamw = found["optimizers"].get("AdamW", {"final": finals, "ms_a_step": milliseconds})
+        fewer = min(steps, round(steps * adamw["ms_a_step"] / milliseconds))
+        timed = [train(task, make, lr, fewer, seed)["loss"][-1] for seed in range(seeds)]
+        shares = zip(runs, adamw["final"], strict=True)
+        found["optimizers"][each] = {
+            "lr": lr,
+            "searched": {str(k): v for k, v in sorted(tried.items())},
+            "final": finals,
+            "mean": statistics.mean(finals),
+            "over_adamw": paired(finals, adamw["final"]),
+            "equal_time": {"steps": fewer, "final": timed, **paired(timed, adamw["final"])},
+            "share_of_steps": [reaches(one, target, steps) for one, target in shares],
+            "ms_a_step": milliseconds,
+            "ms_in_optimizer": 1e3 * statistics.median(one["in_step"] / steps for one in runs),
+        }
+        tell(f"{name} {each}", found["optimizers"][each])
+        save()
+    lr = found["optimizers"]["SOAP"]["lr"]
+    for delay in LATE:
+        refresh = gg.Refresh(10, delay)
+
+        def late(model: nn.Module, lr: float, refresh: gg.Refresh = refresh) -> Optimizer:
+            return gg.SOAP(model, lr=lr, refresh=refresh)
+
+        runs = [train(task, late, lr, steps, seed) for seed in range(seeds)]
+        again = train(task, late, lr, steps, 0)["loss"]
+        finals = [one["loss"][-1] for one in runs]
+        found["late"][str(delay)] = {"final": finals, "repeats": again == runs[0]["loss"]}
+        save()
+    tell(f"{name} late", found["late"])
+
+
 def measure_loss(steps: int, seeds: int) -> None:
     """Trains, and writes `results/second_order_loss.json` after each part."""
     figures: dict[str, Any] = {"setting": {"steps": steps, "seeds": seeds}}
     for name, kind in (("gpt", Gpt), ("mlp", Perceptron)):
-        task, targets, budget = kind(), list[float](), 0.0
         found: dict[str, Any] = {"optimizers": {}, "late": {}}
         figures[name] = found
-        for each, make in OPTIMIZERS.items():
-            first: dict[float, dict[str, Any]] = {}
 
-            def final(lr: float, make: Make = make, first: Any = first, task: Any = task) -> float:
-                first[lr] = train(task, make, lr, steps, 0)
-                return first[lr]["loss"][-1]
-
-            lr, tried = best_rate(RATES, final, 3.0)
-            runs = [first[lr], *(train(task, make, lr, steps, seed) for seed in range(1, seeds))]
-            finals = [run["loss"][-1] for run in runs]
-            targets = targets or finals
-            seconds = statistics.median(one["seconds"] for one in runs)
-            budget = budget or seconds
-            fewer = min(steps, round(steps * budget / seconds))
-            timed = [train(task, make, lr, fewer, seed)["loss"][-1] for seed in range(seeds)]
-            found["optimizers"][each] = {
-                "lr": lr,
-                "searched": {str(k): v for k, v in sorted(tried.items())},
-                "final": finals,
-                "mean": statistics.mean(finals),
-                "over_adamw": paired(finals, targets),
-                "equal_time": {"steps": fewer, "final": timed, **paired(timed, targets)},
-                "share_of_steps": [
-                    reaches(one, target, steps) for one, target in zip(runs, targets, strict=True)
-                ],
-                "ms_a_step": 1e3 * statistics.median(one["seconds"] / steps for one in runs),
-                "ms_in_optimizer": 1e3 * statistics.median(one["in_step"] / steps for one in runs),
-            }
-            tell(f"{name} {each}", found["optimizers"][each])
+        def save() -> None:
             write("second_order_loss", figures, module="second_order")
-        lr = found["optimizers"]["SOAP"]["lr"]
-        for delay in LATE:
-            refresh = gg.Refresh(10, delay)
 
-            def make(model: nn.Module, lr: float, refresh: Any = refresh) -> Optimizer:
-                return gg.SOAP(model, lr=lr, refresh=refresh)
-
-            runs = [train(task, make, lr, steps, seed) for seed in range(seeds)]
-            again = train(task, make, lr, steps, 0)["loss"]
-            finals = [one["loss"][-1] for one in runs]
-            found["late"][delay] = {"final": finals, "repeats": again == runs[0]["loss"]}
-            write("second_order_loss", figures, module="second_order")
-        tell(f"{name} late", found["late"])
+        measure_task(name, kind(), found, steps, seeds, save)
 
 
 WINDOW = 20

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import Recorder, local, widened
+from gossipgrad.comm import local, widened
 from gossipgrad.errors import GossipError
 from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters, finite_flags, warn_of_nonfinite
 from gossipgrad.second_order._blocks import Unit, cut, make_units
@@ -20,7 +20,6 @@ from gossipgrad.second_order._refresh import (
     Refresh,
     Refresher,
     RefreshStats,
-    Share,
     Value,
     Work,
     completed,
@@ -97,6 +96,7 @@ class SecondOrder(MatrixOptimizer):
                 "on the parameters' device"
             )
         self.root_dtype, self.storage = root_dtype, storage
+        self.refresher, self.sharding = Refresher(self.refresh), None
         self._begin()
         super().__init__(
             params,
@@ -109,6 +109,10 @@ class SecondOrder(MatrixOptimizer):
         )
 
     can_resize = False
+    refresher: Refresher
+    """Computes roots; its `recorder`, such as a `gossipgrad.report.Trace`, gets a span for each."""
+    sharding: "Sharding | None"
+    """The owners of units, where state is sharded."""
     averaged: ClassVar[tuple[str, ...]] = FACTORS
     """Tensors of a unit that may be averaged over ranks, as they do not depend on a rank's
     basis."""
@@ -226,24 +230,6 @@ class SecondOrder(MatrixOptimizer):
         super().load_state_dict(state_dict)
         self.take_state()
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """A recorder of a span for each root, such as a `gossipgrad.report.Trace`."""
-        return self.refresher.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self.refresher.recorder = recorder
-
-    @property
-    def share(self) -> Share | None:
-        """The jobs of `gg.share_roots()`: called with a unit, a step, and what computes it here."""
-        return self.refresher.share
-
-    @share.setter
-    def share(self, share: Share | None) -> None:
-        self.refresher.share = share
-
     def state_to_average(self) -> Iterator[Averaged]:
         """Return the state that `gg.gossip(payload="weights+state")` averages.
 
@@ -303,7 +289,7 @@ class SecondOrder(MatrixOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "refresh" in state:  # a copy, not torch's load_state_dict()
-            self._begin()
+            self.refresher, self.sharding = Refresher(self.refresh), None
             self.take_state()
 
     # -- for subclasses ----------------------------------------------------------------------------
@@ -367,13 +353,8 @@ class SecondOrder(MatrixOptimizer):
         self._is_closed = False
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
-        before: Refresher | None = self.__dict__.get("refresher")
-        self.refresher = Refresher(self.refresh)
-        if before is not None:
-            self.refresher.recorder, self.refresher.share = before.recorder, before.share
         self._nonfinite: LateCount | None = None
         self._host_roots = None if self.storage is None else HostRoots()
-        self.sharding: Sharding | None = self.__dict__.get("sharding")
         if self.sharding is not None:
             self.sharding.begin()
 
@@ -526,7 +507,6 @@ class SecondOrder(MatrixOptimizer):
     @torch.no_grad()
     def take_state(self) -> None:
         """Build units from `state`, and make its entries views of theirs."""
-        self.close()
         self._begin()
         cohorts: dict[int, dict[int, list[nn.Parameter]]] = defaultdict(dict)
         states: dict[nn.Parameter, dict[str, Any]] = {}

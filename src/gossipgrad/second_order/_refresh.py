@@ -218,16 +218,19 @@ class Refresher:
 
     def _enqueue(self, work: Work, *, is_now: bool) -> Job:
         stream, failures = self._side_of(work.factor.device)
+        if not is_now:
+            work = work._replace(factor=work.factor.clone())
         with exact_products():
             if is_now:
                 value, failed = self._value(work, on_host=False)
             else:
-                work = work._replace(factor=work.factor.clone())
                 with stream.behind():
                     value, failed = self._value(work, on_host=False)
         with stream.behind():
             failures.add(failed)
-            return completed(Ready(value, None if is_now else stream.mark()))
+            mark = None if is_now else stream.mark()
+        stream.keep(*((failed,) if is_now else (work.factor, work.old)))
+        return completed(Ready(value, mark))
 
     @torch.no_grad()
     def _value(self, work: Work, *, on_host: bool) -> tuple[Value, Tensor]:

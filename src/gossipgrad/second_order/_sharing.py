@@ -193,7 +193,7 @@ class RootSharing:
             target=_listen, args=(weakref.ref(self),), name="gossipgrad-share-roots", daemon=True
         )
         self._thread.start()
-        optimizer.share = self.submit
+        optimizer.refresher.share = self.submit
 
     @property
     def owners(self) -> list[int]:
@@ -225,7 +225,7 @@ class RootSharing:
             return
         self._is_closed = True
         if (optimizer := self._optimizer()) is not None:
-            optimizer.share = None
+            optimizer.refresher.share = None
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
         for awaited in [*self._awaited.values()]:

@@ -20,15 +20,21 @@ class SideStream:
     @contextmanager
     def behind(self) -> Iterator[None]:
         """Enqueue what is called inside after all that the current stream has so far."""
-        # Memory needs no `record_stream`. 1. What a job allocates here is read by the current
-        # stream after `wait(mark)`. 2. When it is freed, only a later job can get it. 3. That job
-        # starts behind the current stream, so behind the reads.
+        # Memory that is allocated here needs no `record_stream`. 1. What a job allocates is read by
+        # the current stream after `wait(mark)`. 2. When it is freed, only a later job can get it.
+        # 3. That job starts behind the current stream, so behind the reads.
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keep memory of the current stream, once it is freed, until this stream has read it."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def mark(self) -> Any:
         """Return a mark behind all work of this stream so far."""

@@ -158,7 +158,7 @@ class Rank:
         self.spans = StepSpans(rank, num_steps=config.trace, total_steps=self.total_steps)
         for optimizer in self.optimizers:
             if isinstance(optimizer, SecondOrder):
-                optimizer.recorder = self.spans
+                optimizer.refresher.recorder = self.spans
                 unstarted.callback(optimizer.close)
         replica = Replica(
             model=self.model,
