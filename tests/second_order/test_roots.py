@@ -120,3 +120,12 @@ def test_power_steps_converge_to_the_eigenbasis():
     assert order.equal(torch.arange(12).expand(3, -1))
     found = basis.mT @ (q * d @ q.mT) @ basis
     torch.testing.assert_close(found, torch.diag_embed(d).expand(3, -1, -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_basis_of_zeros_stays_orthogonal(on_host):
+    """A layer that is not reached has factors of zeros."""
+    basis, _ = power_step(
+        torch.zeros(2, 40, 40), torch.eye(40).expand(2, -1, -1), is_sorted=True, on_host=on_host
+    )
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(40).expand(2, -1, -1))

@@ -55,7 +55,8 @@ def power_step(
     else:
         order = torch.arange(basis.shape[-1], device=basis.device).expand(len(basis), -1)
     if not on_host:
-        product.add_(_SHIFT * torch.linalg.matrix_norm(matrices, keepdim=True) * basis)
+        scale = torch.linalg.matrix_norm(matrices, keepdim=True)
+        product = product + _SHIFT * torch.where(scale > 0, scale, 1.0) * basis
     if is_sorted:
         product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
     if on_host:
