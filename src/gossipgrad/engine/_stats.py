@@ -37,7 +37,8 @@ class Stats:
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and if no weights are sent. It costs no traffic.
-            Recent partners are closer than two arbitrary ranks, so it tends to be low.
+            Of large buckets an eighth counts, another each round. Recent partners are closer than
+            two arbitrary ranks, so it tends to be low.
         consensus_distance: The result of the last `consensus_distance()`; with a mesh, that of this
             rank's shards.
         averages: How often all replicas were set to their exact average.
