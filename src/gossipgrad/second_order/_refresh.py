@@ -151,6 +151,8 @@ class Refresher:
         is_now = is_first or self.policy.delay == 0
         self.stats.refreshes += 1
         if not self.is_on_host(device):
+            if not is_now:  # here, as another rank's silence may make it run steps later
+                work = work._replace(factor=work.factor.clone())
             run = partial(self._enqueue, work, is_now=is_now)
         elif is_now:
             run = partial(self._on_host_now, *self._copies(work, copy=False), unit, step)
@@ -218,8 +220,6 @@ class Refresher:
 
     def _enqueue(self, work: Work, *, is_now: bool) -> Job:
         stream, failures = self._side_of(work.factor.device)
-        if not is_now:
-            work = work._replace(factor=work.factor.clone())
         with exact_products():
             if is_now:
                 value, failed = self._value(work, on_host=False)

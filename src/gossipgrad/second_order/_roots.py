@@ -4,6 +4,7 @@ Those that run on a device are products, triangular solves and Cholesky factors 
 a fixed number of steps, so that the host waits for nothing. A matrix for which one fails gets NaN.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ _SHIFT = 1e-5  # of a factor, to the scale of its norm
 _NEWTON_STEPS = 24  # 19 are needed at a condition number of 1e6
 _DB_STEPS = (22, 14)  # of the square root, and of the square root of that
 _HIGHEST_ERROR = 1e-2
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def power_step(
@@ -143,18 +145,19 @@ ROOTS: dict[str, Callable[[Tensor, float], Tensor]] = {
 def exact_products() -> Iterator[None]:
     """Multiply in fp32 inside, whatever the user has set: TF32 turns errors of 1e-5 into 3e-2.
 
-    The setting is one of the process, so the training thread alone may use it.
+    The setting is one of the process, so worker threads leave it alone.
     """
     libraries: Any = torch.backends.cuda, torch.backends.mkldnn
     backends = [library.matmul for library in libraries]
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+    with _ONE_AT_A_TIME:  # 1. A reads TF32. 2. B reads A's "ieee". 3. A restores. 4. B sets "ieee".
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
 
 
 def _scaled(matrices: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
