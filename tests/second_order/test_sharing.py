@@ -135,6 +135,27 @@ def test_a_late_rank_is_waited_for_once_and_then_all_compute_its_roots():
     assert stats.alone >= 15
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_root_computed_for_a_silent_rank_is_of_the_factor_of_its_step(where):
+    done = threading.Event()
+
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Refresh(2, 1, where=where))
+        with share_roots(optimizer, patience_seconds=0.3, **links) as sharing:
+            train(model, optimizer, 5 if rank else 16)
+            if rank:
+                done.wait(HANG_SECONDS)
+                return None
+            done.set()
+            return weights(model), sharing.stats.alone
+
+    found, alone = on_ranks(2, rank_main)[0]
+    model, optimizer = build(SOAP, Refresh(2, 1, where=where))
+    train(model, optimizer, 16)
+    assert alone > 5
+    assert torch.equal(found, weights(model))
+
+
 def test_ranks_that_are_gone_are_not_waited_for():
     def rank_main(rank, group, links):
         model, optimizer = build(Shampoo, Refresh(2, 1))
