@@ -309,12 +309,11 @@ def stepped(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.step()
 
 
-def shard_bytes(rank: int, world_size: int, parameters: int) -> int:
+def shard_bytes(group: Any, parameters: int) -> int:
     """Bytes of one rank's state."""
-    torch.set_num_threads(1)
     model = squares(parameters)
     optimizer = gg.SOAP(model)
-    gg.share_roots(optimizer, shard=True)
+    gg.share_roots(optimizer, shard=True, process_group=group)
     stepped(model, optimizer, 2)
     return state_bytes(optimizer)
 
