@@ -10,6 +10,7 @@
   `suda` is `gg.suda` as it comes; with all-reduce one process has the batches of all. Reported is
   the mean loss of the test part, in nats a character.
 
+Polar factors are those of torch.optim.Muon (`polar="muon"`) but for `polar-express`, the default.
 Each contestant has its learning rate from three that lie a factor of 3 apart, and further ones
 where the best is the first or last, by the first seed. Runs that are done are kept in `runs/suda`.
 
@@ -88,6 +89,7 @@ def suda(backbone: str, topology: Any = "ring") -> Make:
             momentum=0.9,
             nesterov=False,
             momentum_form="ema",
+            polar="muon",
         )
 
     return make
@@ -155,7 +157,10 @@ def train(
 
 
 ALL_REDUCE: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
-    "all-reduce Muon": lambda model, lr: gg.Muon(model, lr, scale="match_rms_adamw"),
+    "all-reduce Muon": lambda model, lr: gg.Muon(model, lr, scale="match_rms_adamw", polar="muon"),
+    "all-reduce Muon, polar-express": lambda model, lr: gg.Muon(
+        model, lr, scale="match_rms_adamw", polar="polar-express"
+    ),
     "all-reduce AdamW": lambda model, lr: torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
     ),
@@ -173,7 +178,7 @@ def stepper(name: str, model: nn.Module, ranks: int, lr: float) -> tuple[Any, Ca
             optimizer.step()
 
         return optimizer, step, lambda: model
-    options = {"scale": "match_rms_adamw", "batching": "loop", "loss": loss}
+    options = {"scale": "match_rms_adamw", "polar": "muon", "batching": "loop", "loss": loss}
     virtual = SudaRanks(model, ranks, lr=lr, **options)
 
     def steps(x: Tensor, y: Tensor) -> None:

@@ -273,6 +273,7 @@ def test_matrices_equal_torch_muon(nesterov, scale, form, monkeypatch):
         **settings,
         scale=scale,
         momentum_form=form,
+        polar="muon",
     )
     weights = [p for p in theirs.parameters() if p.ndim == 2]
     reference = torch.optim.Muon(weights, **settings, adjust_lr_fn=scale)

@@ -1,4 +1,4 @@
-"""FSDP2 under gg.Muon: a matrix is gathered, polarised whole, and each rank keeps its shard."""
+"""gg.Muon under FSDP2 and DDP: one rank polarises a matrix, and all get their part of it."""
 
 import pytest
 import torch
@@ -64,3 +64,62 @@ def test_a_gradient_that_is_not_finite_in_one_shard_is_left_out_by_all():
     for steps, finite in run_processes(2, with_a_bad_shard, 2):
         assert steps == 1
         assert all(finite)
+
+
+def shapes_model():
+    """Uneven rows, a stack of experts, a convolution, a large matrix, and more ranks than rows."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(5, 6, 4))
+    model.conv = nn.Conv2d(3, 7, 3, bias=False)
+    model.layers = nn.ModuleList(
+        nn.Linear(inputs, outputs) for inputs, outputs in ((9, 9), (160, 150), (9, 2), (9, 9))
+    )
+    return model
+
+
+def step_by(optimizer, parameters, whole_of):
+    """Three steps with the same gradients on all ranks."""
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for p in parameters:
+            p.grad = whole_of(p, torch.randn(p.shape, generator=generator))
+        optimizer.step()
+
+
+OPTIONS = {"weight_decay": 0.1, "split": {"layers.1": (100, 50)}, "muon": ["layers.*.weight"]}
+
+
+def shared_by_rows(rank, store, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    model = fully_shard(shapes_model(), mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = gg.Muon(model, **OPTIONS)
+    step_by(
+        optimizer,
+        list(model.parameters()),
+        lambda p, grad: distribute_tensor(grad, p.device_mesh, p.placements),
+    )
+    return [p.full_tensor().detach().tolist() for p in model.parameters()]
+
+
+def shared_by_copies(rank, store, world_size):
+    model = nn.parallel.DistributedDataParallel(shapes_model())
+    options = OPTIONS | {
+        "split": {"module.layers.1": (100, 50)},
+        "muon": ["module.layers.*.weight"],
+    }
+    step_by(gg.Muon(model, **options), list(model.parameters()), lambda p, grad: grad)
+    return [p.detach().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shared", [shared_by_rows, shared_by_copies])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shared_work_gives_the_bits_of_one_rank(shared, world_size):
+    model = shapes_model()
+    step_by(gg.Muon(model, **OPTIONS), list(model.parameters()), lambda p, grad: grad)
+    for found in run_processes(world_size, shared, world_size):
+        for p, values in zip(model.parameters(), found, strict=True):
+            assert torch.equal(p.detach(), torch.tensor(values))

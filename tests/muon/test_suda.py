@@ -161,11 +161,18 @@ def test_all_kinds_of_parameters_in_narrow_types():
             step(torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * number + rank)))
         session.average_()
         distance = session.consensus_distance()
+        family = session.state_dict()["session"]["family"]
+        trackers = [family["trackers"][n] + family["sources"][n] for n in family["trackers"]]
         step(torch.ones(8, 6))
-        return distance
+        return distance, trackers
 
     narrow = {"make": partial(perceptron, dtype=torch.bfloat16), "wire_dtype": torch.bfloat16}
-    assert max(on_ranks(2, rank_main, optimizer=gg.Muon, **narrow)) < 1e-6
+    (*distances,), (of_one, of_other) = zip(
+        *on_ranks(2, rank_main, optimizer=gg.Muon, **narrow), strict=True
+    )
+    assert max(distances) < 1e-6
+    for a, b in zip(of_one, of_other, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
@@ -371,3 +378,26 @@ def test_at_rate_0_the_mean_keeps_to_rounding(backbone, topology, dtype):
     before, after = (torch.stack([each[k] for each in found]).double().mean(0) for k in (0, 1))
     assert (before - after).abs().max() < 1e-6
     assert all(stats.dual_error < 1e-9 and stats.tracker_error < 1e-9 for *_, stats in found)
+
+
+@pytest.mark.parametrize(("backbone", "topology"), [("ed", "ring"), ("semi-atc-gt", "matching")])
+def test_duals_that_do_not_sum_to_zero_are_warned_of_and_restart(backbone, topology):
+    def rank_main(rank, model, optimizer, session):
+        train(model, optimizer, 4)
+        state = session.state_dict()
+        for dual in state["session"]["family"]["held"]["dual"]:
+            dual += rank == 0  # as if a message had arrived at one end alone
+        session.load_state_dict(state)
+        errors = []
+        for start in (4, 6):
+            with session.consensus():
+                pass
+            errors.append(session.stats().dual_error)
+            train(model, optimizer, 2, start=start)
+        return errors
+
+    with pytest.warns(UserWarning, match="sum of the duals"):
+        found = on_ranks(4, rank_main, backbone=backbone, topology=topology)
+    for before, after in found:
+        assert before > 0.01
+        assert after < 1e-9

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from gossipgrad.optim import owners_of
 
-__all__ = ["PLAIN", "Layout", "Split", "layouts_of", "matrices_of", "tensor_of"]
+__all__ = ["PLAIN", "Layout", "Split", "layouts_of", "matrices_of", "sides_of", "tensor_of"]
 
 Layout = tuple[Any, ...]
 """A kind, and the parts of the output dimension: their number or their sizes.
@@ -95,6 +95,12 @@ def tensor_of(matrices: Sequence[Tensor], layout: Layout, shape: torch.Size) -> 
     else:
         whole = torch.cat(list(matrices), -2)
     return (whole.mT if kind == "columns" else whole).reshape(shape)
+
+
+def sides_of(shape: Sequence[int], layout: Layout) -> list[tuple[int, int, int]]:
+    """Return how many matrices each of its stacks has, and their outputs and inputs."""
+    stacks = matrices_of(torch.empty(shape, device="meta"), layout)
+    return [(stack[..., 0, 0].numel(), *stack.shape[-2:]) for stack in stacks]
 
 
 def _layout_of(module: nn.Module, leaf: str, parameter: Tensor) -> Layout:

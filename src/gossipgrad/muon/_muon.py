@@ -2,14 +2,26 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gossipgrad.comm import is_sharded, local
-from gossipgrad.muon._layouts import PLAIN, Split, layouts_of, matrices_of, tensor_of
-from gossipgrad.muon._polar import polarise, resolve_polar
+from gossipgrad.muon._layouts import (
+    PLAIN,
+    Layout,
+    Split,
+    layouts_of,
+    matrices_of,
+    sides_of,
+    tensor_of,
+)
+from gossipgrad.muon._polar import polarise, product_dtype, resolve_polar
+from gossipgrad.muon._sharing import update_shared
 from gossipgrad.optim import MatrixOptimizer, Parameters
 
 __all__ = ["Muon"]
@@ -40,7 +52,12 @@ class Muon(MatrixOptimizer):
     `nn.MultiheadAttention` and the gates of recurrent layers. Matrices of equal shapes are
     polarised together. State is in fp32 (float64 for float64 parameters), whatever the type of
     parameters. A DTensor (FSDP2) is gathered before it is
-    polarised, and each rank keeps its shard: every rank of the mesh computes the whole.
+    polarised, and each rank keeps its shard.
+
+    Ranks share the work: each matrix is polarised by one of them, and factors are sent while others
+    are computed, with the same bits. Under FSDP2 these are the ranks of the mesh; under
+    DistributedDataParallel those of the model, or of `process_group`. `step()` is then a
+    collective of them: a rank that does not call it, or is dead, is waited for as in all-reduce.
 
     `repr(optimizer)` lists the parameters of each role. There is one group per role:
     `param_groups[0]` has the matrices and `param_groups[1]` the rest, if there are both.
@@ -59,8 +76,8 @@ class Muon(MatrixOptimizer):
         scale: `"original"`, $\sqrt{\max(1, outputs / inputs)}$; or `"match_rms_adamw"`,
             $0.2 \sqrt{\max(outputs, inputs)}$, for learning rates like AdamW's.
         weight_decay: Decoupled weight decay of all parameters.
-        polar: The polarisation: `"muon"`, `"polar-express"`, `"cans"`, `"deepseek"`, `"svd"`, or a
-            sequence of coefficients, one triple per step.
+        polar: The polarisation: `"polar-express"`, `"muon"` (that of torch.optim.Muon), `"cans"`,
+            `"deepseek"`, `"svd"`, or a sequence of coefficients, one triple per step.
         polar_dtype: Type of the matrix products; None: bf16 on CUDA, else fp32.
         adamw_lr: Learning rate of the rest; None: `lr` with `scale="match_rms_adamw"`, else 3e-4.
         betas: AdamW's betas.
@@ -71,6 +88,8 @@ class Muon(MatrixOptimizer):
             itself; by patterns of names of parameters or of their modules: `{"qkv": 3}`, or
             `{"q_proj": heads}` for one part per head.
         maximize: Whether to go along the gradients instead of against them.
+        process_group: Ranks with equal weights and gradients that share the work; None: those of
+            the model, if it is a DistributedDataParallel.
 
     Raises:
         ValueError: If a number is out of range, no parameter has a name, or there is nothing to
@@ -101,13 +120,15 @@ class Muon(MatrixOptimizer):
         )
 
     References:
-        Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/. Liu et al., Muon is
-        Scalable for LLM Training, arXiv:2502.16982, for `match_rms_adamw`.
+        Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/. Amsel et al., The Polar
+        Express, arXiv:2505.16932. Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982,
+        for `match_rms_adamw`.
     """
 
     role = "muon"
     squares_matrices = False
     with_stacks = True
+    process_group: dist.ProcessGroup | None = None  # a copy has none: it polarises everything
     track: ClassVar[Track | None] = None
     """Called in `step()` with the parameters that have gradients and the source of each update: for
     a matrix the tensor to polarise, else the gradient, in fp32, by local shards. Returns the
@@ -124,7 +145,7 @@ class Muon(MatrixOptimizer):
         momentum_form: str = "sum",
         scale: str = "original",
         weight_decay: float = 0.0,
-        polar: str | Sequence[Sequence[float]] = "muon",
+        polar: str | Sequence[Sequence[float]] = "polar-express",
         polar_dtype: torch.dtype | None = None,
         adamw_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -133,6 +154,7 @@ class Muon(MatrixOptimizer):
         adamw: Sequence[str] = (),
         split: Split | None = None,
         maximize: bool = False,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if adamw_lr is None:
             adamw_lr = lr if scale == "match_rms_adamw" else _ADAMW_LR
@@ -154,6 +176,9 @@ class Muon(MatrixOptimizer):
             adamw=adamw,
             argument="muon",
         )
+        if process_group is None and isinstance(params, DistributedDataParallel):
+            process_group = params.process_group
+        self.process_group = process_group
         if isinstance(params, nn.Module):
             layouts = layouts_of(params, split or {})
             for group in self.param_groups:
@@ -255,23 +280,59 @@ class Muon(MatrixOptimizer):
         parameters: Sequence[nn.Parameter],
         sources: Sequence[Tensor],
     ) -> None:
-        kinds = dict(zip(map(id, group["params"]), group["layouts"], strict=True))
-        layouts = [kinds[id(p)] for p in parameters]
-        stacks = [
-            matrices_of(_whole(p, source), layout)
-            for p, source, layout in zip(parameters, sources, layouts, strict=True)
-        ]
-        dtype = _DTYPES.get(group["polar_dtype"])
-        factors = iter(polarise([m for each in stacks for m in each], group["polar"], dtype))
+        layout_of = dict(zip(map(id, group["params"]), group["layouts"], strict=True))
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for index, (p, source) in enumerate(zip(parameters, sources, strict=True)):
+            of_rows = _group_of_rows(p)
+            ranks = of_rows if is_sharded(p) else self.process_group
+            kind = ranks, of_rows is not None, source.dtype, source.device
+            alike.setdefault(kind, []).append(index)
+        updates = partial(_updates, group)
         lr, scale = float(group["lr"]), _SCALES[group["scale"]]
-        for p, stack, layout in zip(parameters, stacks, layouts, strict=True):
-            scales = [scale(*matrix.shape[-2:]) for matrix in stack]
-            parts = [next(factors) for _ in stack]
-            for part, each in zip(parts, scales, strict=True):
-                if each != scales[0]:  # parts of unequal sizes
-                    part.mul_(each / scales[0])
-            update = _part(p, tensor_of(parts, layout, p.shape))
-            self.subtract(local(p), update, lr * scales[0], lr * group["weight_decay"])
+        for (ranks, has_rows, *_), indices in alike.items():
+            held, some = [parameters[i] for i in indices], [sources[i] for i in indices]
+            layouts = [layout_of[id(p)] for p in held]
+            if ranks is None or ranks.size() == 1:
+                wholes = list(map(_whole, held, some))
+                parts = list(map(_part, held, updates(wholes, layouts)))
+            else:
+                shapes = [p.shape for p in held] if has_rows else None
+                dtype = product_dtype(some[0], group["polar"], _DTYPES.get(group["polar_dtype"]))
+                parts = update_shared(some, layouts, updates, dtype, ranks, shapes=shapes)
+            for p, part, layout in zip(held, parts, layouts, strict=True):
+                (_, *sides), *_ = sides_of(p.shape, layout)
+                self.subtract(local(p), part, lr * scale(*sides), lr * group["weight_decay"])
+
+
+def _updates(
+    group: Mapping[str, Any], wholes: Sequence[Tensor], layouts: Sequence[Layout]
+) -> list[Tensor]:
+    """Polarise whole parameters; the rate has the scale of the first matrix of each."""
+    stacks = [matrices_of(whole, layout) for whole, layout in zip(wholes, layouts, strict=True)]
+    dtype, scale = _DTYPES.get(group["polar_dtype"]), _SCALES[group["scale"]]
+    factors = iter(polarise([m for each in stacks for m in each], group["polar"], dtype))
+    updates = []
+    for whole, stack, layout in zip(wholes, stacks, layouts, strict=True):
+        scales = [scale(*matrix.shape[-2:]) for matrix in stack]
+        parts = [next(factors) for _ in stack]
+        for part, each in zip(parts, scales, strict=True):
+            if each != scales[0]:  # parts of unequal sizes
+                part.mul_(each / scales[0])
+        updates.append(tensor_of(parts, layout, whole.shape))
+    return updates
+
+
+def _group_of_rows(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the rows of a matrix, as under FSDP2; None for other shardings."""
+    if not is_sharded(parameter):
+        return None
+    from torch.distributed.tensor import DTensor, Shard  # takes 0.6 s, so only where needed
+
+    assert isinstance(parameter, DTensor)
+    rest = [each for each in parameter.placements if not each.is_replicate()]
+    if rest != [Shard(0)]:
+        return None
+    return parameter.device_mesh.get_group(parameter.placements.index(rest[0]))
 
 
 def _whole(parameter: nn.Parameter, source: Tensor) -> Tensor:

@@ -153,7 +153,13 @@ class SudaSession(Session):
 
     def average_(self) -> None:
         """Set replicas and trackers to their exact average, and restart the backbone."""
-        super().average_()
+        trackers, sources = list(self._trackers.values()), list(self._sources.values())
+        with torch.no_grad():
+            torch._foreach_add_(trackers, sources)
+            try:
+                super().average_()
+            finally:
+                torch._foreach_sub_(trackers, sources)
         self._begin_backbone()
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
@@ -394,8 +400,8 @@ class SudaSession(Session):
             return
         trackers, rule = [*self._trackers.values()], self._rule
         duals = rule.duals_behind() if self._has_sent else rule.duals
-        # Duals below the rounding of the weights change nothing.
-        floor = [torch.finfo(x.dtype).eps * x for x in self._weights_now()]
+        # Duals can be nothing but rounding: where ranks come to the same mean, all updates are equal.
+        floor = [torch.finfo(torch.float32).eps * x for x in self._weights_now()]
         sizes = [self._sources.values(), [*duals, *floor]]
         sums = [_sum(each) for each in (*trackers, *duals)]
         mean = self.group.mean_(torch.stack(sums + [_size(each) for each in sizes])).abs()
