@@ -400,7 +400,7 @@ class SudaSession(Session):
             return
         trackers, rule = [*self._trackers.values()], self._rule
         duals = rule.duals_behind() if self._has_sent else rule.duals
-        # Duals can be nothing but rounding: where ranks come to the same mean, all updates are equal.
+        # Duals can be nothing but rounding: where all ranks have the same trackers.
         floor = [torch.finfo(torch.float32).eps * x for x in self._weights_now()]
         sizes = [self._sources.values(), [*duals, *floor]]
         sums = [_sum(each) for each in (*trackers, *duals)]
