@@ -32,7 +32,7 @@ def blocks(count: int) -> nn.Module:
     """The hidden matrices of some of the 12 blocks."""
     torch.manual_seed(0)
     layers = [nn.Linear(columns, rows, bias=False) for rows, columns in SHAPES * count]
-    return nn.ModuleList(layers)
+    return nn.Sequential(*layers)
 
 
 def set_gradients(parameters: Iterable[nn.Parameter]) -> None:
