@@ -100,7 +100,7 @@ def tensor_of(matrices: Sequence[Tensor], layout: Layout, shape: torch.Size) -> 
 def sides_of(shape: Sequence[int], layout: Layout) -> list[tuple[int, int, int]]:
     """Return how many matrices each of its stacks has, and their outputs and inputs."""
     stacks = matrices_of(torch.empty(shape, device="meta"), layout)
-    return [(stack[..., 0, 0].numel(), *stack.shape[-2:]) for stack in stacks]
+    return [(s[..., 0, 0].numel(), s.shape[-2], s.shape[-1]) for s in stacks]
 
 
 def _layout_of(module: nn.Module, leaf: str, parameter: Tensor) -> Layout:
