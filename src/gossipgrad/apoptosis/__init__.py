@@ -1,16 +1,12 @@
 """Neuron apoptosis: merge redundant neurons into others during training."""
 
-from gossipgrad.apoptosis._activations import ACTIVATIONS as ACTIVATIONS
-from gossipgrad.apoptosis._activations import Activation as Activation
-from gossipgrad.apoptosis._bounds import Candidates as Candidates
-from gossipgrad.apoptosis._bounds import candidates_of as candidates_of
-from gossipgrad.apoptosis._bounds import choose_bounded as choose_bounded
 from gossipgrad.apoptosis._find import Found as Found
 from gossipgrad.apoptosis._find import find as find
 from gossipgrad.apoptosis._merges import Consumer as Consumer
 from gossipgrad.apoptosis._merges import choose as choose
 from gossipgrad.apoptosis._merges import joint_error as joint_error
 from gossipgrad.apoptosis._moments import Moments as Moments
+from gossipgrad.apoptosis._neurons import Entries as Entries
 from gossipgrad.apoptosis._neurons import Neurons as Neurons
 from gossipgrad.apoptosis._plan import Merging as Merging
 from gossipgrad.apoptosis._plan import ShrinkPlan as ShrinkPlan

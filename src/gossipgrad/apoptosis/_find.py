@@ -1,56 +1,26 @@
-"""Search for removable neurons: follow their channels through one run of the model.
+"""Search for removable neurons: the groups of entries that go together, each of which is tested.
 
-It follows tensors through the calls of torch functions, as Python runs, so branches and loops do
-not matter. Each result is tested: without a neuron whose outgoing weights are 0 the model must
-compute the same.
+What they are says `_coupling`. Each result is tried: without a neuron whose outgoing weights are 0
+the model must compute the same.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
-from gossipgrad.apoptosis._activations import ACTIVATIONS
-from gossipgrad.apoptosis._channels import (
-    DROPOUTS,
-    ELEMENTWISE,
-    HARMLESS,
-    NEUTRAL,
-    RESHAPES,
-    SUMS,
-    Channels,
-    behind,
-)
-from gossipgrad.apoptosis._neurons import Neurons, is_depthwise, is_layer, weight_of
+from gossipgrad.apoptosis._coupling import Coupling
+from gossipgrad.apoptosis._neurons import Entries, Neurons, weight_of
 from gossipgrad.apoptosis._plan import Merging, surgery_of
 from gossipgrad.apoptosis._surgery import operate
+from gossipgrad.comm import is_sharded
 
 __all__ = ["Found", "find"]
-
-_SIZES = {"out_features", "in_features", "out_channels", "in_channels", "groups"}
-_SIZES |= {"num_features", "num_parameters"}
-_DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0, "softplus": 1.0}
-
-
-@dataclass
-class _Trail:
-    """The uses of one layer's outputs, in the order of the run."""
-
-    consumers: list[str] = field(default_factory=list)
-    companions: list[str] = field(default_factory=list)
-    activations: list[str] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    readers: list[str] = field(default_factory=list)  # layers that read the output itself
-    norm: str | None = None
-    dropout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +29,7 @@ class Found:
 
     Attributes:
         neurons: The removable neurons.
-        refused: By the name of a linear or convolutional layer, why it does not shrink.
+        refused: By the name of a layer with weights, why none of its outputs is removed.
     """
 
     neurons: tuple[Neurons, ...]
@@ -68,11 +38,19 @@ class Found:
     def without(self, reasons: Mapping[str, str]) -> "Found":
         """Return the same without the named neurons, which are refused for these reasons."""
         may = tuple(each for each in self.neurons if each.name not in reasons)
-        return Found(may, {**self.refused, **reasons})
+        stay = {path for each in may for path in each.producers}
+        refused = {
+            path: reasons[each.name]
+            for each in self.neurons
+            if each.name in reasons
+            for path in each.producers
+            if path not in stay
+        }
+        return Found(may, {**self.refused, **refused})
 
 
 def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
-    """Follow the outputs of each linear and convolutional layer to the layers that read them.
+    """Find what can go alone: outputs of layers, channels of streams, heads, groups.
 
     The model is run with the example, in training mode and in evaluation mode; parameters, buffers
     and random numbers are restored.
@@ -82,329 +60,97 @@ def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
         example_input: A tensor, a tuple of arguments, or a mapping of named ones.
         tries: Whether to test each by a run without one of its neurons.
     """
+    layers = [name for name, module in model.named_modules() if _has_layer(module)]
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return Found((), dict.fromkeys(layers, "its weights are sharded"))
     run = _runner(model, example_input)
-    walk = _Walk(model)
-    with _as_it_was(model):
+    coupling = Coupling(model)
+    with _as_it_was(model), torch.no_grad():
         for mode in (True, False):
             model.train(mode)
-            with walk.following(), torch.no_grad():
-                walk.end(run())
-    neurons, refused = walk.found()
-    if tries:
-        with _as_it_was(model), torch.no_grad():
-            model.eval()
-            neurons, refused = _try_all(model, run, neurons, refused)
-    return Found(tuple(neurons), refused)
-
-
-class _Walk(TorchFunctionMode):
-    """Intercepts calls of torch, and tracks the positions of channels."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.trails: dict[str, _Trail] = {}
-        self.outside: dict[str, str] = {}
-        self._names: dict[int, str] = {}
-        self._owner: dict[int, nn.Module] = {}
-        for name, module in model.named_modules():
-            self._names[id(module)] = name
-            for parameter in module.parameters(recurse=False):
-                self._owner[id(parameter)] = module
-        self._channels: dict[int, Channels] = {}
-        self._direct: dict[int, str] = {}
-        self._held: list[Tensor] = []  # keeps tensors alive, so that no id is reused
-        self._entered: list[nn.Module] = []
-        self._calls: Counter[str] = Counter()
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Track one run inside."""
-        self._channels, self._direct, self._held = {}, {}, []
-        self._entered, self._calls = [], Counter()
-        for trail in self.trails.values():
-            trail.activations, trail.dropout = [], None
-        handles = []
-        for module in self.model.modules():
-            handles.append(module.register_forward_pre_hook(self._enter))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._entered.append(module)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._entered.pop()
-
-    def end(self, output: Any) -> None:
-        """End a run with its result."""
-        for tensor in _tensors(output):
-            if (channels := self._channels.get(id(tensor))) is not None:
-                self._refuse(channels, "its outputs are the model's")
-
-    def found(self) -> tuple[list[Neurons], dict[str, str]]:
-        """Return neurons, and for layers without any the reason."""
-        neurons: list[Neurons] = []
-        refused = dict(self.outside)
-        done: set[str] = set()
-        for name in self.trails:
-            if name in done:
-                continue
-            together = self._together(name)
-            done |= {*together}
-            trails = [self.trails[each] for each in together]
-            reasons = [reason for trail in trails for reason in trail.reasons]
-            consumers = _unique(c for trail in trails for c in trail.consumers)
-            if not consumers:
-                reasons.append("no linear or convolutional layer reads its outputs")
-            if {*consumers} & {*together}:
-                reasons.append("it reads its own outputs")
-            activations = [a for trail in trails for a in trail.activations]
-            shared = None
-            if not reasons:
-                made = Neurons(
-                    together,
-                    consumers,
-                    _unique(c for trail in trails for c in trail.companions),
-                    activation=_only(activations) if len(together) == 1 else None,
-                    norms=self._norms(consumers),
-                    dropout=trails[0].dropout if len(together) == len(consumers) == 1 else None,
-                )
-                shared = made.misfit(self.model)
-                if shared is None:
-                    neurons.append(made)
-            for each in together if shared or reasons else ():
-                refused[each] = shared or _unique(reasons)[0]
-        for name, module in self.model.named_modules():
-            if is_layer(module) and name not in self.trails and name not in refused:
-                refused[name] = (
-                    "its outputs were not seen: it is not called, or its weight is computed"
-                )
-        return neurons, refused
-
-    def _together(self, name: str) -> list[str]:
-        found, queue = [name], [name]
-        while queue:
-            for other in self.trails[queue.pop()].joined:
-                if other not in found:
-                    found.append(other)
-                    queue.append(other)
+            with coupling.following():
+                output = run()
+            coupling.end(output)
+            del output
+    coupling.settle()
+    neurons = _groups(model, coupling)
+    found = Found(tuple(neurons), _refused(coupling, neurons, layers))
+    if not tries:
         return found
+    with _as_it_was(model), torch.no_grad():
+        model.eval()
+        return found.without(_faults(model, run, neurons))
 
-    def _norms(self, consumers: Sequence[str]) -> dict[str, str]:
-        norms = {}
-        for name in consumers:
-            trail = self.trails.get(name)
-            if trail is not None and trail.norm is not None and {*trail.readers} == {"batch_norm"}:
-                norms[name] = trail.norm
-        return norms
 
-    # -- calls ------------------------------------------------------------------------------
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        before = [(t, tuple(t.shape)) for t in _tensors((args, kwargs))]
-        output = func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func)).strip("_")
-        if name in ("iadd", "imul", "isub", "itruediv", "radd", "rmul", "rtruediv"):
-            name = name[1:]
-        if name not in HARMLESS:
-            for tensor, _ in before:
-                if (layer := self._direct.get(id(tensor))) is not None:
-                    self.trails[layer].readers.append(name)
-        try:
-            self._follow(name, before, args, kwargs, output)
-        finally:
-            self._held += [tensor for tensor, _ in before] + _tensors(output)
-        return output
-
-    def _follow(
-        self,
-        name: str,
-        before: list[tuple[Tensor, tuple[int, ...]]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        tensors = [tensor for tensor, _ in before]
-        carried = {
-            id(t): (self._channels[id(t)], shape) for t, shape in before if id(t) in self._channels
+def _groups(model: nn.Module, coupling: Coupling) -> list[Neurons]:
+    """Return the kinds of neurons: those with as many entries in the same dimensions."""
+    runs: dict[int, dict[tuple[str, int], list[int]]] = {}
+    for key, labels in coupling.axes.items():
+        roots = coupling.roots(labels)
+        order = np.argsort(roots, kind="stable")
+        starts = np.flatnonzero(np.diff(roots[order], prepend=-1))
+        for root, run in zip(roots[order][starts], np.split(order, starts[1:]), strict=True):
+            runs.setdefault(int(root), {})[key] = run.tolist()
+    kinds: dict[tuple[Any, ...], list[dict[tuple[str, int], list[int]]]] = {}
+    for each in runs.values():
+        kinds.setdefault(tuple((key, len(run)) for key, run in each.items()), []).append(each)
+    produced, consumed = coupling.roles
+    found: list[Neurons] = []
+    for kind, members in kinds.items():
+        keys = [key for key, _ in kind]
+        makes = [key for key in keys if key in produced]
+        reads = [key for key in keys if key in consumed]
+        if len(members) < 2 or not makes or not reads or {*makes} & {*reads}:
+            continue
+        members.sort(key=lambda each: each[makes[0]])
+        entries = {
+            f"{name} {dim}": Entries(
+                len(coupling.axes[name, dim]),
+                torch.tensor([each[name, dim] for each in members]),
+            )
+            for name, dim in keys
         }
-        if name == "linear" or (name.startswith("conv") and name[-1] == "d"):
-            self._layer(tensors, output)
-            return
-        if not carried or name in HARMLESS:
-            return
-        results = _tensors(output)
-        if len(results) != 1 or not isinstance(output, Tensor):
-            if results or name in ("item", "tolist", "numpy", "bool", "float", "int"):
-                for channels, _ in carried.values():
-                    self._refuse(channels, f"they reach {name}()")
-            return
-        shapes = {id(t): shape for t, shape in before}
-        label = self._through(name, tensors, shapes, carried, args, kwargs, output)
-        if isinstance(label, Channels):
-            self._channels[id(output)] = label
-            return
-        self._channels.pop(id(output), None)  # it may be written in place
-        for channels, _ in carried.values():
-            self._refuse(channels, label)
-
-    def _layer(self, tensors: list[Tensor], output: Tensor) -> None:
-        """Handle a linear or convolutional function: it reads channels and creates others."""
-        x, weight = tensors[0], tensors[1]
-        module = self._owner.get(id(weight))
-        channels = self._channels.get(id(x))
-        is_called = module is not None and any(module is each for each in self._entered)
-        if module is None or not is_called:
-            if channels is not None:
-                self._refuse(channels, "a function reads them whose weight is no layer's own")
-            return
-        name = self._names[id(module)]
-        channel_dim = x.ndim - 1 if isinstance(module, nn.Linear) else x.ndim + 1 - weight.ndim
-        if channels is not None and is_depthwise(module) and channels.dim == channel_dim:
-            self._trail(channels).companions.append(name)
-            self._channels[id(output)] = channels
-            return
-        if not is_layer(module):
-            self.outside[name] = "it is transposed, or in groups"
-            if channels is not None:
-                self._refuse(channels, f"{name} reads them, which is transposed or in groups")
-            return
-        self._calls[name] += 1
-        trail = self.trails.setdefault(name, _Trail())
-        if self._calls[name] > 1:
-            trail.reasons.append("it is called more than once in a run")
-        if channels is not None:
-            if channels.dim != channel_dim:
-                self._refuse(channels, f"{name} reads them along another dimension")
-            elif self._calls[name] > 1:
-                self._refuse(channels, f"{name}, which reads them, is called more than once")
-            else:
-                self._trail(channels).consumers.append(name)
-        made_dim = output.ndim - 1 if isinstance(module, nn.Linear) else channel_dim
-        self._channels[id(output)] = Channels(name, made_dim)
-        self._direct[id(output)] = name
-
-    def _through(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        shapes: dict[int, tuple[int, ...]],
-        carried: dict[int, tuple[Channels, tuple[int, ...]]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Tensor,
-    ) -> Channels | str:
-        """Return the channels after a function, or why they cannot be followed."""
-        channels, shape = next(iter(carried.values()))
-        trail = self._trail(channels)
-        if name in SUMS or name == "pow":
-            return self._elementwise(name, tensors, shapes, carried)
-        if len(carried) > 1:
-            return f"they are mixed in {name}()"
-        if name == "prelu" and tensors[1].numel() > 1:
-            owner = self._owner.get(id(tensors[1]))
-            if owner is None or channels.dim != 1 or channels.block != 1:
-                return "prelu() has a slope for each, which is no layer's own"
-            trail.companions.append(self._names[id(owner)])
-            trail.activations.append("prelu of channels")
-            return channels
-        if name not in NEUTRAL and name not in RESHAPES and name not in DROPOUTS:
-            trail.dropout = None  # its output passes more than a change of shape
-        if name in ELEMENTWISE:
-            extra = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, float | int)]
-            is_default = not extra or extra[0] in (_DEFAULTS.get(name, extra[0]), True, False)
-            trail.activations.append(name if is_default else f"{name} of another slope")
-        if name == "sum" or name.startswith("lp_"):
-            trail.activations.append(name)  # bounds of one neuron are invalid for sums of many
-        if name in DROPOUTS and isinstance(self._entered[-1], _DropoutNd):
-            trail.dropout = trail.dropout or self._names[id(self._entered[-1])]
-        if name == "batch_norm":
-            return self._batch_norm(channels, shape, tensors)
-        return behind(name, channels, args, kwargs, shape=shape, after=tuple(output.shape))
-
-    def _elementwise(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        shapes: dict[int, tuple[int, ...]],
-        carried: dict[int, tuple[Channels, tuple[int, ...]]],
-    ) -> Channels | str:
-        """Handle sums and products with numbers, with themselves, or gated by others."""
-        rank = max(len(shapes[id(t)]) for t in tensors)
-        places = {c.dim - len(shape) for c, shape in carried.values()}
-        if len(places) > 1 or (any(c.block != 1 for c, _ in carried.values()) and len(carried) > 1):
-            return f"they meet other channels in {name}() along another dimension"
-        place = places.pop()
-        for tensor in tensors:
-            shape = shapes[id(tensor)]
-            if id(tensor) in carried or len(shape) < -place or shape[place] == 1:
-                continue
-            return f"{name}() joins them with a stream of others, such as a residual one"
-        layers = _unique(c.layer for c, _ in carried.values())
-        first = next(iter(carried.values()))[0]
-        if len(layers) > 1:
-            if name not in ("mul", "multiply"):
-                return f"{name}() adds up the outputs of {' and '.join(layers)}"
-            for layer in layers[1:]:
-                self.trails[layers[0]].joined.append(layer)
-                self.trails[layer].joined.append(layers[0])
-        self._trail(first).activations.append(name)
-        return Channels(first.layer, rank + place, first.block)
-
-    def _batch_norm(
-        self, channels: Channels, shape: tuple[int, ...], tensors: list[Tensor]
-    ) -> Channels | str:
-        norm = next((self._owner[id(t)] for t in tensors if id(t) in self._owner), None)
-        if norm is None or not any(norm is each for each in self._entered):
-            norm = self._entered[-1] if self._entered else None
-        name = None if norm is None else self._names.get(id(norm))
-        if name is None or channels.dim != 1 or channels.block != 1:
-            return "batch_norm() is no layer's own, or works along another dimension"
-        trail = self._trail(channels)
-        layer = self._direct.get(id(tensors[0]))
-        if layer is not None:
-            self.trails[layer].norm = name
-        if not any(name in each.companions for each in self.trails.values()):
-            trail.companions.append(name)
-        elif name not in trail.companions:
-            return f"{name} is called for several layers"
-        if trail.activations:
-            trail.activations.append("batch_norm")  # behind the activation
-        return channels
-
-    def _trail(self, channels: Channels) -> _Trail:
-        return self.trails[channels.layer]
-
-    def _refuse(self, channels: Channels, reason: str) -> None:
-        self._trail(channels).reasons.append(reason)
+        modules = {name: name.rpartition(".")[0] for name, _ in keys}
+        producers = list(dict.fromkeys(modules[name] for name, _ in makes))
+        consumers = list(dict.fromkeys(modules[name] for name, _ in reads))
+        beside = dict.fromkeys(path for name, path in modules.items())
+        dropout = coupling.dropouts.get(consumers[0]) if len(consumers) == 1 else None
+        found.append(
+            Neurons(
+                producers,
+                consumers,
+                [path for path in beside if path not in producers and path not in consumers],
+                norms={c: coupling.norms[c] for c in consumers if c in coupling.norms},
+                dropout=dropout,
+                entries=entries,
+                part=sum(each.producers[0] == producers[0] for each in found),
+            )
+        )
+    return found
 
 
-def _only(activations: Sequence[str]) -> str | None:
-    if not activations:
-        return "identity"
-    only = activations[0] if len(activations) == 1 else ""
-    return only if only in ACTIVATIONS else None
+def _refused(
+    coupling: Coupling, neurons: Sequence[Neurons], layers: Sequence[str]
+) -> dict[str, str]:
+    """Return by layer why none of its outputs is removed."""
+    may = {path for each in neurons for path in (*each.producers, *each.companions)}
+    refused, reasons = {}, coupling.reasons()
+    outputs = {name.rpartition(".")[0]: (name, dim) for name, dim in coupling.roles.produced}
+    for path in layers:
+        if path in may:
+            continue
+        labels = coupling.axes.get(outputs.get(path, ("", 0)), np.zeros(0, dtype=np.int64))
+        why = next((reasons[r] for r in coupling.roots(labels).tolist() if r in reasons), None)
+        if path not in coupling.calls:
+            why = "it is not called, or its weight is computed or used by another module"
+        refused[path] = why or "no layer reads its outputs, or only some other layers do"
+    return refused
 
 
-def _unique(names: Any) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _has_layer(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    kinds = nn.Linear, nn.modules.conv._ConvNd, nn.Embedding
+    return isinstance(module, kinds) or (isinstance(weight, nn.Parameter) and weight.ndim > 1)
 
 
 def _runner(model: nn.Module, example_input: Any) -> Callable[[], Any]:
@@ -435,39 +181,32 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 # -- trying -------------------------------------------------------------------------------------
 
 
-def _try_all(
-    model: nn.Module, run: Callable[[], Any], neurons: list[Neurons], refused: dict[str, str]
-) -> tuple[list[Neurons], dict[str, str]]:
-    """Refuse neurons without which the model computes something else."""
+def _faults(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons]) -> dict[str, str]:
+    """Return by name why the model computes something else without one of these neurons."""
     if _fault(model, run, neurons) is None:
-        return neurons, refused
-    good = []
-    for each in neurons:
-        why = _fault(model, run, [each])
-        if why is None:
-            good.append(each)
-        else:
-            refused = {**refused, **dict.fromkeys(each.producers, why)}
-    return good, refused
+        return {}
+    each_alone = {each.name: _fault(model, run, [each]) for each in neurons}
+    return {name: why for name, why in each_alone.items() if why is not None}
 
 
 def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons]) -> str | None:
     """Return what fails without the last neuron of each, when nothing reads it."""
-    neurons = [each for each in neurons if each.width(model) > 1]
     kept = [(p, p.detach(), p.grad) for p in model.parameters()]
     kept += [(b, b.detach(), None) for b in model.buffers()]
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     try:
+        silent: dict[str, Tensor] = {}
         for each in neurons:
-            width = each.width(model)
             for path in each.consumers:
                 weight = weight_of(model.get_submodule(path))
-                silent = weight.detach().clone()
-                silent.unflatten(1, (width, -1))[:, -1] = 0
-                weight.grad = None
-                weight.set_(silent)  # pyrefly: ignore[bad-argument-type]
+                if path not in silent:
+                    silent[path] = weight.detach().clone()
+                    weight.grad = None
+                    weight.set_(silent[path])  # pyrefly: ignore[bad-argument-type]
+                dim, held = each.input_of(model, path)
+                weight.movedim(dim, 0)[held.indices[-1]] = 0
         expected = _tensors(run())
-        gone = [Merging(each, w := each.width(model), torch.arange(w - 1)) for each in neurons]
+        gone = [Merging(each, each.width, torch.arange(each.width - 1)) for each in neurons]
         operate(model, [], surgery_of(model, gone))
         got = _tensors(run())
     except Exception as error:
@@ -478,8 +217,9 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
             tensor.set_(value)  # pyrefly: ignore[bad-argument-type]
             tensor.grad = grad
         for module, values in attributes:
-            for name in values.keys() & _SIZES:
-                setattr(module, name, values[name])
+            for name, value in values.items():
+                if isinstance(value, int | tuple) and vars(module).get(name) != value:
+                    setattr(module, name, value)
     if [t.shape for t in got] != [t.shape for t in expected] or not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6, equal_nan=True)
         for a, b in zip(got, expected, strict=True)
@@ -487,3 +227,7 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
     ):
         return "the model computes something else without one that nothing seems to read"
     return None
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -52,7 +52,9 @@ class Consumer:
     @property
     def moments(self) -> Tensor:
         """Second moments of neurons, over all taps, `(width, width)`."""
-        return torch.einsum("tntm->nm", self.second)
+        if len(self.second) == 1:
+            return self.second[0, :, 0]
+        return self.second.diagonal(dim1=0, dim2=2).sum(-1)
 
     def importance(self) -> Tensor:
         """The change of outputs without a neuron, `(width,)`, as a share of their variance."""
@@ -129,9 +131,11 @@ def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     # The reverse of the pivots of a Cholesky decomposition: the first leave the smallest residuals.
     # The last `at_most` are ordered by their residuals.
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
-    second = torch.stack([c.moments / c.moments.diagonal().sum() for c in consumers]).sum(0)
-    root = importance.sqrt()
-    second = (root[:, None] * second * root).float().cpu()  # fp32 is enough for an order
+    second = torch.zeros(consumers[0].moments.shape, device=importance.device)
+    for consumer in consumers:  # fp32 is enough for an order
+        second.add_(consumer.moments, alpha=1 / float(consumer.moments.diagonal().sum() + 1e-300))
+    root = importance.sqrt().float()
+    second = second.mul_(root[:, None]).mul_(root).cpu()
     left = second.diagonal().clone()
     width = len(second)
     factor = second.new_zeros(width, width - at_most)
@@ -232,22 +236,22 @@ class _Pairs:
 
     def _partners(self, kept: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
         """Return each removed neuron's partner, as an index among the kept, and the coefficient."""
-        place = self.residuals[removed][:, kept].argmin(1)
-        partner = kept[place]
+        at = self.residuals[removed][:, kept].argmin(1)
+        partner = kept[at]
         own = self.second.diagonal()[partner]
-        return place, torch.where(own > self.least, self.second[removed, partner] / own, 0.0)
+        return at, torch.where(own > self.least, self.second[removed, partner] / own, 0.0)
 
     def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
         """Shape `(k, r)`."""
         fold = self.second.new_zeros(len(kept), len(removed))
-        place, scale = self._partners(kept, removed)
-        fold[place, torch.arange(len(removed))] = scale
+        at, scale = self._partners(kept, removed)
+        fold[at, torch.arange(len(removed))] = scale
         return fold
 
     def left(self, kept: Tensor, removed: Tensor) -> Tensor:
         """Second moments of what is left of those removed, `(r, r)`."""
-        place, scale = self._partners(kept, removed)
-        partner, second = kept[place], self.second
+        at, scale = self._partners(kept, removed)
+        partner, second = kept[at], self.second
         both = scale[:, None] * second[partner][:, removed]
         own = scale[:, None] * second[partner][:, partner] * scale
         return second[removed][:, removed] - both - both.T + own
@@ -258,15 +262,14 @@ class _LeastSquares:
 
     def __init__(self, consumer: Consumer, order: Sequence[int]) -> None:
         second = consumer.moments.cpu()
-        self.places = torch.tensor(order[::-1])  # the last to be removed comes first
-        second = second[self.places][:, self.places]
-        jitter = 1e-10 * float(second.diagonal().mean()) + 1e-300
-        unit = torch.eye(len(second), dtype=second.dtype)
-        factor, failed = torch.linalg.cholesky_ex(second + jitter * unit)
+        self.order = torch.tensor(order[::-1])  # the last to be removed comes first
+        second = second[self.order[:, None], self.order]
+        jitter = 1e-10 if second.dtype is torch.float64 else 1e-6
+        jitter = jitter * float(second.diagonal().mean()) + 1e-30
+        self.factor, failed = torch.linalg.cholesky_ex(_add_to_diagonal(second, jitter))
         while int(failed):
+            self.factor, failed = torch.linalg.cholesky_ex(_add_to_diagonal(second, 9 * jitter))
             jitter *= 10
-            factor, failed = torch.linalg.cholesky_ex(second + jitter * unit)
-        self.factor = factor
 
     def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
         """Shape `(k, r)`."""
@@ -274,13 +277,18 @@ class _LeastSquares:
         solved = torch.linalg.solve_triangular(
             self.factor[:k, :k].T, self.factor[k:, :k].T, upper=True
         )
-        return solved[self.places[:k].argsort()][:, self.places[k:].argsort()]
+        return solved[self.order[:k].argsort()][:, self.order[k:].argsort()]
 
     def left(self, kept: Tensor, removed: Tensor) -> Tensor:
         """Second moments of what is left of those removed, `(r, r)`."""
         k = len(kept)
-        root = self.factor[k:, k:][self.places[k:].argsort()]
+        root = self.factor[k:, k:][self.order[k:].argsort()]
         return root @ root.T
+
+
+def _add_to_diagonal(second: Tensor, amount: float) -> Tensor:
+    second.diagonal().add_(amount)
+    return second
 
 
 def _correction(coefficients: int, samples: float) -> float:

@@ -1,138 +1,207 @@
-"""Neurons that may be removed together: producers, layers between, and consumers."""
+"""Neurons that may be removed: their entries in parameters and buffers, and what reads them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from gossipgrad.apoptosis._activations import check_activation
-from gossipgrad.comm import is_sharded
-
 __all__ = [
+    "Entries",
     "Neurons",
     "bias_of",
-    "block_of",
-    "is_depthwise",
+    "input_dim",
     "is_layer",
     "taps_of",
+    "tensor_of",
     "weight_of",
-    "width_of",
 ]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of neurons in one dimension of a parameter or buffer.
+
+    Attributes:
+        size: The size of the dimension.
+        indices: Those of each neuron, `(neurons, indices of one)`.
+    """
+
+    size: int
+    indices: Tensor
 
 
 @dataclass(frozen=True)
 class Neurons:
     """The neurons of a hidden layer, by the names of modules.
 
+    A neuron is what can go alone: an output of a layer, a pair of gate and value, a channel of a
+    residual stream, a head of attention, or a group of a grouped convolution.
+
     Attributes:
-        producers: The linear or convolutional layer whose outputs they are; several if their
-            outputs are multiplied, as in gated perceptrons.
-        consumers: The only layers that read them. An operation between must keep channels apart:
+        producers: The layers whose outputs they are.
+        consumers: The only layers that read them. An operation between must keep them apart:
             activations, pooling, dropout, flattening.
-        companions: Layers between with parameters per neuron: BatchNorm, PReLU, depthwise
-            convolutions.
-        activation: The only activation between, such as `"relu"`; None if it is unknown, or there
-            are several. `bound="worst-case"` needs it.
+        companions: Layers between with parameters per neuron: BatchNorm, PReLU, convolutions in
+            groups.
         norms: By the name of a consumer, the BatchNorm that is the only reader of its output, which
             absorbs a constant if the consumer has no bias.
-        dropout: A dropout module directly before the consumers: its inputs are measured instead of
-            its outputs. Noise of other dropout between makes neurons look less similar.
+        dropout: A dropout module directly before the only consumer: its inputs are measured instead
+            of its outputs. Noise of other dropout between makes neurons look less similar.
+        entries: By the name of a parameter or buffer and dimension (`"up.weight 0"`), their
+            entries; `shrink()` fills it in where it is empty.
+        part: Which of several kinds of neurons it is that the first producer makes.
 
     Example:
         >>> import gossipgrad as gg
-        >>> gg.Neurons("0", "2", activation="relu").name
+        >>> gg.Neurons("0", "2").name
         '0'
     """
 
     producers: str | Sequence[str]
     consumers: str | Sequence[str]
     companions: str | Sequence[str] = ()
-    activation: str | None = None
     norms: dict[str, str] = field(default_factory=dict)
     dropout: str | None = None
+    entries: dict[str, Entries] = field(default_factory=dict, repr=False)
+    part: int = 0
 
     def __post_init__(self) -> None:
         for name in ("producers", "consumers", "companions"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        check_activation(self.activation)
         if not self.producers or not self.consumers:
             raise ValueError(f"neurons need a producer and a consumer, got {self}")
 
     @property
     def name(self) -> str:
-        """The first producer's name."""
-        return self.producers[0]
+        """The first producer's name, and which of its kinds of neurons they are."""
+        return f"{self.producers[0]}[{self.part}]" if self.part else self.producers[0]
 
     @property
     def is_plain(self) -> bool:
         """Whether they have one producer and no companions, only an activation."""
         return len(self.producers) == 1 and not self.companions
 
-    def width(self, model: nn.Module) -> int:
-        """Return their current number."""
-        return width_of(model.get_submodule(self.name))
+    @property
+    def width(self) -> int:
+        """Their number."""
+        return len(next(iter(self.entries.values())).indices)
 
-    def misfit(self, model: nn.Module) -> str | None:
-        """Return why they do not fit a model; None if they do."""
+    @property
+    def outputs(self) -> int:
+        """How many outputs of the first producer one of them is."""
+        of = (each for key, each in self.entries.items() if _path(key) == self.producers[0])
+        return next(of).indices.shape[1]
+
+    def input_of(self, model: nn.Module, consumer: str) -> tuple[int, Entries]:
+        """Return the dimension of a consumer's weight that reads them, and their entries of it."""
+        dim = input_dim(model.get_submodule(consumer))
+        return dim, self.entries[f"{consumer}.weight {dim}"]
+
+    def located(self, model: nn.Module) -> "Neurons":
+        """Return the same with their entries of plain layers, unless it has them."""
+        if self.entries:
+            return self
+        width = weight_of(model.get_submodule(self.producers[0])).shape[0]
+        entries = {}
+        for path in (*self.producers, *self.companions):
+            for name, tensor in _own(model.get_submodule(path)):
+                if tensor.ndim and tensor.shape[0] == width:
+                    entries[f"{path}.{name} 0"] = Entries(width, torch.arange(width)[:, None])
+        for path in self.consumers:
+            size = weight_of(model.get_submodule(path)).shape[1]
+            indices = torch.arange(size).view(width, -1)
+            entries[f"{path}.weight 1"] = Entries(size, indices)
+        return replace(self, entries=entries)
+
+    def why_not(self, model: nn.Module) -> str | None:
+        """Return why such neurons, named by hand, cannot be removed; None if they can."""
         modules = dict(model.named_modules())
-        dropout = () if self.dropout is None else (self.dropout,)
-        for path in (*self._paths(), *self.norms.values(), *dropout):
+        for path in (*self.producers, *self.consumers, *self.companions, *self.norms.values()):
             if path not in modules:
                 return f"the model has no module {path!r}"
-        owners: dict[int, int] = {}
-        for module in {id(m): m for m in modules.values()}.values():
-            for parameter in module.parameters(recurse=False):
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        for path in self._paths():
-            module = modules[path]
-            own = dict(module.named_parameters(recurse=False))
-            if is_layer(module) and "weight" not in own:
-                return f"{path} is parametrized: its weight is computed anew in each step"
-            for name, parameter in own.items():
-                if owners[id(parameter)] > 1:
-                    return f"{path}.{name} is shared with another layer"
-                if is_sharded(parameter):
-                    return f"{path}.{name} is sharded"
         for path in (*self.producers, *self.consumers):
             if not is_layer(modules[path]):
-                return (
-                    f"{path} is {_named(modules[path])}, not a linear or plain convolutional layer"
-                )
-        widths = {path: width_of(modules[path]) for path in self.producers}
+                return f"{path} is a {type(modules[path]).__name__}, no plain layer"
+        widths = {path: weight_of(modules[path]).shape[0] for path in self.producers}
+        width = widths[self.producers[0]]
         if len({*widths.values()}) > 1:
             return f"the producers make unlike numbers of neurons: {widths}"
-        width = widths[self.name]
-        for path in self.companions:
-            if _size_of(modules[path]) not in (width, 1):
-                return f"{path} is {_named(modules[path])} of another width than {width}"
         for path in self.consumers:
             inputs = weight_of(modules[path]).shape[1]
             if inputs % width or (isinstance(modules[path], _ConvNd) and inputs != width):
                 return f"{path} reads {inputs} inputs, no multiple of {width} neurons"
-        for path in self.norms.values():
-            if not isinstance(modules[path], _BatchNorm):
-                return f"{path} is {_named(modules[path])}, no BatchNorm"
         return None
+
+    def misfit(self, model: nn.Module) -> str | None:
+        """Return why they are not in a model; None if they are."""
+        for key, held in self.entries.items():
+            name, dim = key.rpartition(" ")[0], int(key.rpartition(" ")[2])
+            tensor = tensor_of(model, name)
+            if tensor is None:
+                return f"it has no {name}"
+            size = tensor.shape[dim] if dim < tensor.ndim else 0
+            if size != held.size:
+                return f"{name} has {size} neurons along dimension {dim}, the plan {held.size}"
+        return None
+
+    def after(self, kept: Tensor, stays: Mapping[str, Tensor]) -> "Neurons":
+        """Return those that are left, with their entries after a surgery.
+
+        Args:
+            kept: Indices of neurons.
+            stays: By dimension, its entries that stay; all, if it is not named.
+        """
+        entries = {}
+        for key, held in self.entries.items():
+            indices, size = held.indices[kept], held.size
+            if key in stays:
+                number = torch.zeros(size, dtype=torch.long)
+                number[stays[key]] = torch.arange(len(stays[key]))
+                indices, size = number[indices], len(stays[key])
+            entries[key] = Entries(size, indices)
+        return replace(self, entries=entries)
 
     def absorber(self, model: nn.Module, consumer: str) -> tuple[str, float] | None:
         """Return the bias that absorbs a constant of the consumer's output, and its sign."""
-        if bias_of(model.get_submodule(consumer)) is not None:
+        module = model.get_submodule(consumer)
+        if isinstance(module, _ConvTransposeNd):
+            return None  # its borders read fewer taps
+        if bias_of(module) is not None:
             return f"{consumer}.bias", 1.0
         norm = self.norms.get(consumer)
-        if norm is not None and model.get_submodule(norm).running_mean is not None:
+        found = None if norm is None else model.get_submodule(norm)
+        if isinstance(found, _BatchNorm) and found.running_mean is not None:
             return f"{norm}.running_mean", -1.0
         return None
 
     def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the parameters that change with them."""
-        for path in self._paths():
-            yield from model.get_submodule(path).parameters(recurse=False)
+        names = {key.rpartition(" ")[0] for key in self.entries}
+        absorbers = [self.absorber(model, path) for path in self.consumers]
+        names |= {each[0] for each in absorbers if each is not None}
+        yield from (p for name, p in model.named_parameters() if name in names)
 
-    def _paths(self) -> tuple[str, ...]:
-        return (*self.producers, *self.companions, *self.consumers)
+
+def _path(key: str) -> str:
+    return key.rpartition(" ")[0].rpartition(".")[0]
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def tensor_of(model: nn.Module, name: str) -> Tensor | None:
+    """Return a parameter or buffer by its name."""
+    path, _, own = name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(path), own)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -142,26 +211,16 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and module.groups == 1)
 
 
-def is_depthwise(module: nn.Module) -> bool:
-    """Whether it is a convolution that keeps channels apart, one output each."""
-    return (
-        isinstance(module, _ConvNd)
-        and not isinstance(module, _ConvTransposeNd)
-        and module.groups == module.in_channels == module.out_channels > 1
-    )
+def input_dim(layer: nn.Module) -> int:
+    """Return the dimension of its weight that its inputs belong to."""
+    is_first = isinstance(layer, _ConvTransposeNd) or hasattr(layer, "nf")  # Conv1D of transformers
+    return 0 if is_first else 1
 
 
 def weight_of(layer: nn.Module) -> nn.Parameter:
-    """Return its weights, `(outputs, inputs, ...)`."""
+    """Return its weights."""
     assert isinstance(layer.weight, nn.Parameter)
     return layer.weight
-
-
-def width_of(layer: nn.Module) -> int:
-    """Return a layer's number of outputs."""
-    size = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-    assert isinstance(size, int)
-    return size
 
 
 def bias_of(layer: nn.Module) -> Tensor | None:
@@ -171,24 +230,17 @@ def bias_of(layer: nn.Module) -> Tensor | None:
     return bias
 
 
-def block_of(consumer: nn.Module, width: int) -> int:
-    """Return the number of consecutive inputs of a consumer per neuron."""
-    return weight_of(consumer).shape[1] // width
+def taps_of(consumer: nn.Module, dim: int, held: Entries) -> Tensor:
+    """Return a consumer's weights by output, tap and neuron.
 
-
-def taps_of(consumer: nn.Module, width: int) -> Tensor:
-    """Return a consumer's weights by output, tap (a position of its kernel) and neuron."""
-    weight = weight_of(consumer).detach()
-    return weight.reshape(weight.shape[0], width, -1).transpose(1, 2)
-
-
-def _size_of(companion: nn.Module) -> int:
-    if isinstance(companion, _BatchNorm):
-        return companion.num_features
-    if isinstance(companion, nn.PReLU):
-        return companion.num_parameters
-    return width_of(companion) if is_depthwise(companion) else 0
-
-
-def _named(module: nn.Module) -> str:
-    return f"a {type(module).__name__}"
+    A tap is one of a neuron's inputs: at a position of the kernel, or of several entries. Each
+    position of a transposed kernel makes outputs of its own.
+    """
+    weight = weight_of(consumer).detach().movedim(dim, 1)
+    if isinstance(consumer, _ConvTransposeNd):
+        positions, strides = weight[0, 0].numel(), torch.tensor(consumer.stride).prod()
+        scale = float(positions**0.5 / strides)  # as many of them meet in one output
+        weight = scale * weight.flatten(2).movedim(2, 1).flatten(0, 1)
+    indices = held.indices.to(weight.device)
+    chosen = weight[:, indices.flatten()].unflatten(1, indices.shape)
+    return chosen.flatten(2).transpose(1, 2)

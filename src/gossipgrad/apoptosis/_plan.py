@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from gossipgrad.apoptosis._neurons import Neurons, block_of, weight_of
+from gossipgrad.apoptosis._neurons import Entries, Neurons, tensor_of, weight_of
 from gossipgrad.apoptosis._surgery import Resize, Shift, Surgery, operate
 
 __all__ = ["Merging", "ShrinkPlan", "removed_of", "surgery_of"]
@@ -29,8 +27,8 @@ class Merging:
         folds: By consumer, the shares of removed weights to add to kept ones, `(k, removed)`.
         shifts: By consumer that can absorb a constant, the constants, `(taps or 1, removed)`.
         state_fold: The same for gradients and optimizer state, `(k, removed)`.
-        error: The joint mean square error of a consumer's outputs over their variance; for several
-            consumers the largest. On a sample, or a worst-case bound.
+        error: The joint mean square error of a consumer's outputs over their variance, on the
+            measured batches; for several consumers the largest.
     """
 
     neurons: Neurons
@@ -55,11 +53,9 @@ class ShrinkPlan:
 
     Attributes:
         mergings: One per layer that loses neurons.
-        bound: `"sample"` or `"worst-case"`: the kind of the errors.
     """
 
     mergings: tuple[Merging, ...]
-    bound: str = "sample"
 
     def __len__(self) -> int:
         return sum(each.width - len(each.kept) for each in self.mergings)
@@ -67,7 +63,7 @@ class ShrinkPlan:
     def __str__(self) -> str:
         if not self.mergings:
             return "no neuron can be removed"
-        rows = [("layer", "neurons", "stay", f"error ({self.bound})")]
+        rows = [("layer", "neurons", "stay", "error")]
         for each in self.mergings:
             error = f"{100 * each.error:.3g} %"
             rows.append((each.neurons.name, str(each.width), str(len(each.kept)), error))
@@ -81,10 +77,7 @@ class ShrinkPlan:
             ValueError: The plan is for other neurons, or another number of them.
         """
         for each in self.mergings:
-            why = each.neurons.misfit(model)
-            if why is None and (width := each.neurons.width(model)) != each.width:
-                why = f"{each.neurons.name} has {width} neurons, the plan is for {each.width}"
-            if why is not None:
+            if (why := each.neurons.misfit(model)) is not None:
                 raise ValueError(f"the plan does not fit the model: {why}")
         return surgery_of(model, self.mergings)
 
@@ -102,7 +95,6 @@ class ShrinkPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return the plan as tensors and plain values."""
         return {
-            "bound": self.bound,
             "mergings": [
                 {
                     **{name: getattr(each, name) for name in ("width", "kept", "error")},
@@ -128,58 +120,47 @@ class ShrinkPlan:
     def from_state_dict(cls, state: Mapping[str, Any]) -> "ShrinkPlan":
         """Create a plan from its `state_dict`."""
         mergings = [
-            Merging(**(dict[str, Any](each) | {"neurons": Neurons(**each["neurons"])}))
+            Merging(**(dict[str, Any](each) | {"neurons": _neurons(each["neurons"])}))
             for each in state["mergings"]
         ]
-        return cls(tuple(mergings), state["bound"])
+        return cls(tuple(mergings))
+
+
+def _neurons(state: Mapping[str, Any]) -> Neurons:
+    entries = {key: Entries(**held) for key, held in state["entries"].items()}
+    return Neurons(**(dict(state) | {"entries": entries}))
 
 
 def surgery_of(model: nn.Module, mergings: Sequence[Merging]) -> Surgery:
-    """Return the surgery of a model's tensors for the engine."""
+    """Return the surgery of a model's tensors."""
     resizes: dict[str, list[Resize]] = {}
-    attributes: dict[str, dict[str, int]] = {}
     shifts: dict[str, list[Shift]] = {}
     for each in mergings:
-        neurons, kept, left = each.neurons, each.kept, len(each.kept)
-        if left == each.width:
+        neurons, kept = each.neurons, each.kept
+        if len(kept) == each.width:
             continue
-        for path in (*neurons.producers, *neurons.companions):
-            module = model.get_submodule(path)
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            for name, tensor in own:
-                if tensor.ndim and tensor.shape[0] == each.width:
-                    fold = each.state_fold if isinstance(tensor, nn.Parameter) else None
-                    resize = Resize(0, kept, gradient_fold=fold)
-                    resizes.setdefault(f"{path}.{name}", []).append(resize)
-            is_companion = path in neurons.companions
-            attributes.setdefault(path, {}).update(_sizes(module, left, passes=is_companion))
-        for path in neurons.consumers:
-            module = model.get_submodule(path)
-            block = block_of(module, each.width)
-            resize = Resize(1, kept, weight_fold=each.folds.get(path), block=block)
-            resizes.setdefault(f"{path}.weight", []).append(resize)
-            inputs = "in_features" if isinstance(module, nn.Linear) else "in_channels"
-            attributes.setdefault(path, {})[inputs] = left * block
+        inputs = {path: neurons.input_of(model, path) for path in neurons.consumers}
+        readers = {f"{path}.weight {dim}": path for path, (dim, _) in inputs.items()}
+        for key, held in neurons.entries.items():
+            name, dim = key.rpartition(" ")[0], int(key.rpartition(" ")[2])
+            folds: dict[str, Tensor | None] = {}
+            if key in readers:
+                folds["weight_fold"] = each.folds.get(readers[key])
+            elif isinstance(tensor_of(model, name), nn.Parameter):
+                folds["gradient_fold"] = each.state_fold
+            resizes.setdefault(name, []).append(Resize(dim, held, kept, **folds))
+        for path, (dim, held) in inputs.items():
             absorber = neurons.absorber(model, path)
-            if path in each.shifts and absorber is not None:
-                name, sign = absorber
-                constants = each.shifts[path]
-                shape = weight_of(module).shape[1:]
-                full = constants.new_zeros(each.width, shape.numel() // each.width)
-                full[removed_of(each.width, kept).to(full.device)] = sign * constants.T
-                shifts.setdefault(name, []).append(Shift(f"{path}.weight", full.reshape(shape)))
-    return Surgery(resizes, attributes, shifts)
-
-
-def _sizes(module: nn.Module, width: int, *, passes: bool) -> dict[str, int]:
-    """Return size attributes of a producer or a companion at another width."""
-    if isinstance(module, nn.Linear):
-        return {"out_features": width}
-    if isinstance(module, _ConvNd):
-        sizes = {"out_channels": width}
-        return {**sizes, "in_channels": width, "groups": width} if passes else sizes
-    if isinstance(module, _BatchNorm):
-        return {"num_features": width}
-    if isinstance(module, nn.PReLU) and module.num_parameters > 1:
-        return {"num_parameters": width}
-    return {}
+            if path not in each.shifts or absorber is None:
+                continue
+            name, sign = absorber
+            constants = each.shifts[path]  # (taps or 1, removed)
+            weight = weight_of(model.get_submodule(path)).movedim(dim, 1)
+            full = constants.new_zeros(weight.shape[1], weight[0, 0].numel())
+            gone = held.indices[removed_of(each.width, kept)].to(full.device)
+            shape = gone.shape[1], full.shape[1], constants.shape[1]
+            of_entries = constants.expand(shape[0] * shape[1], -1).reshape(shape)
+            full[gone] = sign * of_entries.permute(2, 0, 1)
+            made = Shift(f"{path}.weight", dim, full.reshape(weight.shape[1:]))
+            shifts.setdefault(name, []).append(made)
+    return Surgery(resizes, shifts)

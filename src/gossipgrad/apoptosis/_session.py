@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad._messages import warn
 from gossipgrad.apoptosis._find import Found
-from gossipgrad.apoptosis._judge import judge, judge_bounded
+from gossipgrad.apoptosis._judge import judge
 from gossipgrad.apoptosis._moments import Watch
-from gossipgrad.apoptosis._neurons import Neurons, is_layer, width_of
-from gossipgrad.apoptosis._plan import Merging, ShrinkPlan
+from gossipgrad.apoptosis._neurons import Neurons
+from gossipgrad.apoptosis._plan import ShrinkPlan
 from gossipgrad.apoptosis._surgery import check_surgery, operate
 from gossipgrad.apoptosis._trial import Certificate, certify, evaluating, merged
 from gossipgrad.engine import Session
@@ -46,7 +46,6 @@ class ShrinkSettings:
     events: int = 10
     batches: int = 16
     merge: str = "least-squares"
-    bound: str = "sample"
     schedule: Callable[[float], float] = cosine
     tolerance: float = 0.01
     min_width: int = 8
@@ -70,12 +69,8 @@ class ShrinkSettings:
             raise ValueError(f"tolerance is a share of the loss from 0, got {self.tolerance!r}")
         if not callable(self.schedule):
             raise ValueError(f"schedule must be a function of a share, got {self.schedule!r}")
-        for name, known in (
-            ("merge", ("pairs", "least-squares")),
-            ("bound", ("sample", "worst-case")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.merge not in (known := ("pairs", "least-squares")):
+            raise ValueError(f"merge must be one of {known}, got {self.merge!r}")
 
 
 @dataclass(frozen=True)
@@ -180,25 +175,27 @@ class ShrinkSession:
     # -- what a user asks -------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Describe every linear and convolutional layer and whether it may shrink; local."""
+        """Describe every layer with weights and whether it may shrink; local."""
         rows = [("layer", "neurons", "")]
-        by_producer = {path: each for each in self.neurons for path in each.producers}
+        by_producer: dict[str, list[Neurons]] = {}
+        for each in self.neurons:
+            for path in each.producers:
+                by_producer.setdefault(path, []).append(each)
         for name, module in self._inner.named_modules():
-            if not is_layer(module) and name not in self.refused:
-                continue
-            each = by_producer.get(name)
-            what = f"stays: {self.refused.get(name, 'no group has it')}"
-            if each is not None:
+            for each in by_producer.get(name, ()):
                 what = f"may shrink to {self._floor(each)}; read by {', '.join(each.consumers)}"
-                if len(each.producers) > 1:
-                    what += f"; with {', '.join(p for p in each.producers if p != name)}"
-            rows.append((name or "(the model)", str(width_of(module)), what))
+                if others := [path for path in each.producers if path != name]:
+                    what += f"; with {', '.join(others)}"
+                rows.append((name or "(the model)", str(each.width), what))
+            if name in self.refused:
+                width = len(cast(Tensor, module.weight))
+                rows.append((name or "(the model)", str(width), f"stays: {self.refused[name]}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def widths(self) -> dict[str, int]:
-        """Return the current width of each layer that may shrink; local."""
-        return {each.name: each.width(self._inner) for each in self.neurons}
+        """Return the current number of neurons of each layer that may shrink; local."""
+        return {each.name: each.width for each in self.neurons}
 
     def stats(self) -> ShrinkStats:
         """Return the counters; local."""
@@ -243,18 +240,21 @@ class ShrinkSession:
         if left_out := max(each.left_out for each in moments.values()):
             logger.warning("%d rows were not finite and are not measured", left_out)
         if self.replicas.world_size > 1:
-            flats = {key: each.tensors() for key, each in moments.items()}
-            self.replicas.mean_([t for tensors in flats.values() for t in tensors])
-            for key, each in moments.items():
-                each.use(flats[key], self.replicas.world_size)
-        if any(each.count < 2 for each in moments.values()):
+            try:
+                self.replicas.mean_([t for each in moments.values() for t in each.tensors()])
+            except BaseException:
+                self._forget()  # some are sums of all ranks, some of this one
+                raise
+            for each in moments.values():
+                each.use(self.replicas.world_size)
+        if all(each.count < 2 for each in moments.values()):
             raise GossipError("no batch was seen: train for a few steps after look()")
-        if not all(bool(each.scatter.isfinite().all()) for each in moments.values()):
+        if not all(each.is_finite for each in moments.values()):
             raise GossipError(
                 "second moments of neurons are not finite: activations are too large. Look at the "
                 "loss"
             )
-        if self.settings.merge == "least-squares" and self.settings.bound == "sample":
+        if self.settings.merge == "least-squares":
             self._warn_of_few_samples()
         due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)
         if self.replicas.world_size == 1:
@@ -279,6 +279,12 @@ class ShrinkSession:
             digest=plan.digest(),
             gradient_map=surgery.of_gradient,
         )
+        kept = {each.neurons.name: each.kept for each in plan.mergings}
+        stays = surgery.stays()
+        self.neurons = [
+            each.after(kept.get(each.name, torch.arange(each.width)), stays)
+            for each in self.neurons
+        ]
         for each in plan.mergings:
             spent = self._course.spent
             spent[each.neurons.name] = spent.get(each.neurons.name, 0.0) + each.error
@@ -302,8 +308,7 @@ class ShrinkSession:
         Events do so automatically, `batches` steps ahead.
         """
         if self._watch is None and self.neurons:
-            bounds = self.settings.bound == "worst-case"
-            self._watch = Watch(self._inner, self.neurons, bounds=bounds)
+            self._watch = Watch(self._inner, self.neurons)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state as plain values, to save with the weights; local."""
@@ -427,20 +432,30 @@ class ShrinkSession:
 
     def _plan(self, due: Mapping[str, float]) -> ShrinkPlan:
         mergings = []
+        assert self._watch is not None
         for each in self.neurons:
-            at_most = self._at_most(each)
-            if at_most < 1 or due[each.name] <= 0:
-                continue
-            merging = self._judge(each, due[each.name], at_most)
+            at_most, budget = self._at_most(each), due[each.name]
+            moments = {path: self._watch.moments[each.name, path] for path in each.consumers}
+            has_seen = all(held.count * held.ranks >= 2 for held in moments.values())
+            if at_most < 1 or budget <= 0 or not has_seen:
+                continue  # a layer that saw no batch only sits out
+            merging = judge(
+                self._inner,
+                each,
+                moments,
+                rule=self.settings.merge,
+                budget=budget,
+                at_most=at_most,
+            )
             if len(merging.kept) < merging.width:
                 mergings.append(merging)
-        return ShrinkPlan(tuple(mergings), self.settings.bound)
+        return ShrinkPlan(tuple(mergings))
 
     def _warn_of_few_samples(self) -> None:
         assert self._watch is not None
         for (name, _), each in self._watch.moments.items():
             samples = int(each.count * each.ranks)
-            if samples < 2 * each.width and not self._has_warned:
+            if 0 < samples < 2 * each.width and not self._has_warned:
                 self._has_warned = True
                 warn(
                     f"{samples} samples were seen of the {each.width} neurons of {name}, too few "
@@ -459,19 +474,10 @@ class ShrinkSession:
         }
 
     def _floor(self, each: Neurons) -> int:
-        return min(self.settings.min_width, each.width(self._inner))
+        return min(-(-self.settings.min_width // each.outputs), each.width)
 
     def _at_most(self, each: Neurons) -> int:
-        width = each.width(self._inner)
-        return min(int(self.settings.at_most * width), width - self._floor(each))
-
-    def _judge(self, each: Neurons, budget: float, at_most: int) -> Merging:
-        assert self._watch is not None
-        moments = {path: self._watch.moments[each.name, path] for path in each.consumers}
-        if self.settings.bound == "worst-case":
-            return judge_bounded(self._inner, each, moments, budget=budget, at_most=at_most)
-        rule = self.settings.merge
-        return judge(self._inner, each, moments, rule=rule, budget=budget, at_most=at_most)
+        return min(int(self.settings.at_most * each.width), each.width - self._floor(each))
 
     def _forget(self) -> None:
         if self._watch is not None:

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossipgrad.apoptosis._find import Found, find
-from gossipgrad.apoptosis._judge import why_not_bounded
 from gossipgrad.apoptosis._neurons import Neurons
 from gossipgrad.apoptosis._session import ShrinkSession, ShrinkSettings, cosine
 from gossipgrad.apoptosis._surgery import check_resizable
@@ -39,7 +38,6 @@ def shrink(
     schedule: Callable[[float], float] = cosine,
     batches: int = 16,
     merge: str = "least-squares",
-    bound: str = "sample",
     evaluate: Callable[[], Any] | None = None,
     tolerance: float = 0.01,
     min_width: int = 8,
@@ -73,14 +71,12 @@ def shrink(
             spent early.
         batches: Training batches that are measured before each event.
         merge: `"least-squares"` (each neuron into all kept ones) or `"pairs"` (into one, with its
-            gradients and optimizer state). Worst-case bounds always use pairs.
-        bound: The kind of error: `"sample"` (on those batches) or `"worst-case"` (for any input up
-            to their norm; uses only weights, and is far more cautious).
+            gradients and optimizer state).
         evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
             tested. If it rises by more than `tolerance`, nothing is removed in this event, and less
             is spent afterwards; if it hardly rises, more.
         tolerance: Allowed rise, as a share of that loss.
-        min_width: The smallest width of a layer.
+        min_width: The smallest number of outputs of a layer.
         at_most: Share of a layer's neurons that one event may remove.
         start: `session.position` that events are counted from, equal on all ranks; None: the
             current one. A joiner passes that of the others.
@@ -128,7 +124,6 @@ def shrink(
         events=events,
         batches=batches,
         merge=merge,
-        bound=bound,
         schedule=schedule,
         tolerance=tolerance,
         min_width=min_width,
@@ -147,8 +142,6 @@ def shrink(
         if process_group is not None:
             raise ValueError("session has its own ranks: leave process_group out")
     found = _found(model, example_input, groups)
-    if settings.bound == "worst-case":
-        found = _bounded(model, found)
     found = _trained(found, model, optimizers)
     replicas = session
     if replicas is None:
@@ -202,27 +195,22 @@ def _found(model: nn.Module, example_input: Any, groups: Sequence[Neurons] | Non
         return find(model, example_input)
     seen: set[str] = set()
     for each in groups:
-        if (why := each.misfit(model)) is not None:
+        if (why := each.why_not(model)) is not None:
             raise ValueError(f"groups: {why}")
         if seen & {*each.producers}:
             raise ValueError(f"groups: {each.name} is in two of them")
         seen |= {*each.producers}
-    return Found(tuple(groups), {})
-
-
-def _bounded(model: nn.Module, found: Found) -> Found:
-    why = {each.name: why_not_bounded(model, each) for each in found.neurons}
-    return found.without({name: reason for name, reason in why.items() if reason is not None})
+    return Found(tuple(each.located(model) for each in groups), {})
 
 
 def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
-    """Refuse layers that other optimizers train: their state would not fit."""
+    """Refuse layers of which a parameter is frozen, or in no optimizer that is passed."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    strange = [
-        each.name
-        for each in found.neurons
-        if any(p.requires_grad and id(p) not in held for p in each.parameters(model))
-    ]
-    return found.without(
-        dict.fromkeys(strange, "an optimizer that is not passed trains it, or none does")
-    )
+    reasons = {}
+    for each in found.neurons:
+        parameters = list(each.parameters(model))
+        if any(id(p) not in held for p in parameters):
+            reasons[each.name] = "no optimizer that is passed trains all of its parameters"
+        elif not all(p.requires_grad for p in parameters):
+            reasons[each.name] = "parameters of it are frozen"
+    return found.without(reasons)

@@ -1,82 +1,80 @@
 """Surgery: parameters that lose rows or columns in place, with their optimizer state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded
-from gossipgrad.engine import NON_NEGATIVE
+from gossipgrad.apoptosis._neurons import Entries, tensor_of
+from gossipgrad.engine import NON_NEGATIVE, fit_sizes
 
-__all__ = ["Resize", "Shift", "Surgery", "check_resizable", "check_surgery", "operate"]
+__all__ = ["Resize", "Shift", "Surgery", "amounts", "check_resizable", "check_surgery", "operate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resize:
-    """How one dimension of a tensor shrinks: `new = old[kept] + fold @ old[removed]`.
+    """How neurons leave one dimension of a tensor: `new = old[kept] + fold @ old[removed]`.
 
     Attributes:
         dim: The dimension.
-        kept: Indices that stay, ascending, shape `(k,)`; the others are removed.
-        weight_fold: Shape `(k, removed)`, the share of removed weights and buffers that is added to
-            those kept; None: nothing.
+        entries: The neurons' entries of it.
+        kept: Indices of neurons that stay, ascending, shape `(k,)`; the others are removed.
+        weight_fold: Shape `(k, removed)`, the share of removed weights that is added to those kept;
+            None: nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
-        block: Number of consecutive elements per index: the positions of a channel in a flattened
-            image.
     """
 
     dim: int
+    entries: Entries
     kept: Tensor
     weight_fold: Tensor | None = None
     gradient_fold: Tensor | None = None
-    block: int = 1
 
-    def misfit(self, tensor: Tensor) -> str | None:
-        """Return why it does not fit a tensor, None if it does."""
-        if not 0 <= self.dim < tensor.ndim:
-            return f"it has no dimension {self.dim}, its shape is {tuple(tensor.shape)}"
-        size, rest = divmod(tensor.shape[self.dim], self.block)
-        if rest:
-            return f"dimension {self.dim} has no whole number of blocks of {self.block}"
-        kept = self.kept.tolist()
-        if not kept or kept != sorted({*kept}) or kept[0] < 0 or kept[-1] >= size:
-            return f"kept must be rising indices below {size} of dimension {self.dim}, got {kept}"
-        for fold in (self.weight_fold, self.gradient_fold):
-            if fold is not None and tuple(fold.shape) != (len(kept), size - len(kept)):
-                return f"fold must have the shape {(len(kept), size - len(kept))}"
-        return None
+    @property
+    def removed(self) -> Tensor:
+        """The indices of neurons that leave."""
+        is_removed = torch.ones(len(self.entries.indices), dtype=torch.bool)
+        is_removed[self.kept.cpu()] = False
+        return is_removed.nonzero().flatten()
 
-    def apply(self, tensor: Tensor, fold: Tensor | None) -> Tensor:
-        """Return the smaller tensor."""
-        kept = self.kept.to(tensor.device)
-        blocks = tensor.unflatten(self.dim, (-1, self.block))
-        small = blocks.index_select(self.dim, kept)
-        if fold is not None and fold.numel():
-            is_removed = torch.ones(blocks.shape[self.dim], dtype=torch.bool, device=tensor.device)
-            is_removed[kept] = False
-            removed = blocks.index_select(self.dim, is_removed.nonzero().flatten())
-            added = torch.tensordot(fold.to(removed), removed, dims=([1], [self.dim]))
-            small = small + added.movedim(0, self.dim)
-        return small.flatten(self.dim, self.dim + 1)
+    @property
+    def gone(self) -> Tensor:
+        """The entries of the dimension that leave."""
+        return self.entries.indices[self.removed].flatten()
+
+    def add(self, tensor: Tensor, fold: Tensor | None) -> None:
+        """Add the shares of those removed to those kept, in place."""
+        if fold is None or not len(self.removed):
+            return
+        kept, removed = (
+            self.entries.indices[chosen].to(tensor.device)
+            for chosen in (self.kept.cpu(), self.removed)
+        )
+        moved = tensor.movedim(self.dim, 0)
+        share = torch.tensordot(fold.to(moved), moved[removed], dims=([1], [0]))
+        moved.index_add_(0, kept.flatten(), share.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shift:
-    """An addition to a vector from an unshrunk matrix: `new = old + source @ coefficients`.
+    """An addition to a vector from an unshrunk weight: `new = old + source @ coefficients`.
 
     Attributes:
-        source: The name of a parameter of shape `(n, ...)`, where the vector has shape `(n,)`.
-        coefficients: Shape `(...)`.
+        source: The name of a parameter.
+        dim: Its dimension of inputs, 0 or 1; the other is that of outputs.
+        coefficients: Shape of the parameter without its outputs.
     """
 
     source: str
+    dim: int
     coefficients: Tensor
 
     def amount(self, source: Tensor) -> Tensor:
         """Return the addition."""
-        return source.flatten(1) @ self.coefficients.to(source).flatten()
+        rows = source.movedim(1 - self.dim, 0).flatten(1)
+        return rows @ self.coefficients.to(source).flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +82,7 @@ class Surgery:
     """A change of shapes that is linear in the weights, so that it commutes with averaging.
 
     Attributes:
-        resizes: By the name of a parameter or buffer, one entry for each dimension that shrinks.
-        attributes: By the name of a module, integers that describe it, such as `out_features`.
+        resizes: By the name of a parameter or buffer, how neurons leave it.
         shifts: By the name of a bias or buffer, its addition from a weight before that shrinks.
 
     References:
@@ -94,13 +91,20 @@ class Surgery:
     """
 
     resizes: Mapping[str, Sequence[Resize]]
-    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     shifts: Mapping[str, Sequence[Shift]] = field(default_factory=dict)
 
     @torch.no_grad()
     def of_gradient(self, name: str, tensor: Tensor) -> Tensor:
         """Apply it to a tensor that is linear in the gradients of that parameter."""
         return _state(tensor, self.resizes.get(name, ()), non_negative=False)
+
+    def stays(self) -> dict[str, Tensor]:
+        """Return the entries that stay of each dimension that shrinks, by `"name dim"`."""
+        found: dict[str, list[Resize]] = {}
+        for name, resizes in self.resizes.items():
+            for resize in resizes:
+                found.setdefault(f"{name} {resize.dim}", []).append(resize)
+        return {key: _stay(resizes) for key, resizes in found.items()}
 
 
 def check_resizable(optimizers: Sequence[Optimizer]) -> None:
@@ -121,18 +125,17 @@ def check_resizable(optimizers: Sequence[Optimizer]) -> None:
 def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optimizer] = ()) -> None:
     """Raise `ValueError` if a surgery does not fit a model, or the state of its optimizers."""
     check_resizable(optimizers)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
-        tensor = parameters.get(name, buffers.get(name))
+        tensor = tensor_of(model, name)
         if tensor is None:
             raise ValueError(f"the surgery names {name!r}, which the model does not have")
-        if is_sharded(tensor):
-            raise ValueError(
-                f"{name!r} is sharded, and surgery needs whole tensors: do not use FSDP"
-            )
         for resize in resizes:
-            if (why := resize.misfit(tensor)) is not None:
-                raise ValueError(f"the surgery does not fit {name!r}: {why}")
+            size = tensor.shape[resize.dim] if resize.dim < tensor.ndim else 0
+            if size != resize.entries.size:
+                raise ValueError(
+                    f"the surgery does not fit {name!r}, whose shape is {tuple(tensor.shape)}: it "
+                    f"is for {resize.entries.size} entries along dimension {resize.dim}"
+                )
         for optimizer in optimizers:
             for key, value in optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor) and value.ndim and not _fits(value, tensor):
@@ -141,24 +144,6 @@ def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optim
                         f"for {name!r}: its shape is {tuple(value.shape)}, not that of the "
                         "parameter. Use another optimizer, such as AdamW"
                     )
-    for name, shifts in surgery.shifts.items():
-        target = parameters.get(name, buffers.get(name))
-        for shift in shifts:
-            source = parameters.get(shift.source)
-            if target is None or source is None:
-                raise ValueError(
-                    f"the surgery shifts {name!r} by {shift.source!r}; the model does not have both"
-                )
-            shape = tuple(target.shape), tuple(shift.coefficients.shape)
-            if shape != ((source.shape[0],), tuple(source.shape[1:])):
-                raise ValueError(f"the surgery does not fit {name!r}: a shift has shapes {shape}")
-    modules = dict(model.named_modules())
-    for path, values in surgery.attributes.items():
-        for attribute in values:
-            if not isinstance(getattr(modules.get(path), attribute, None), int):
-                raise ValueError(
-                    f"the surgery names {path}.{attribute}, which is not a number here"
-                )
 
 
 @torch.no_grad()
@@ -173,33 +158,36 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
         ValueError: If it does not fit; nothing is changed then.
     """
     check_surgery(model, surgery, optimizers)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    amounts = [
-        (name, shift.amount(parameters[shift.source]))
-        for name, shifts in surgery.shifts.items()
-        for shift in shifts
-    ]
-    for name, amount in amounts:
-        (buffers[name] if name in buffers else parameters[name]).add_(amount)
+    for target, amount in amounts(model, surgery):
+        target.add_(amount)
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
     for name, resizes in surgery.resizes.items():
-        if name in buffers:
-            _replace(buffers[name], _weight(buffers[name], resizes))
-            continue
-        parameter = parameters[name]
+        tensor = tensor_of(model, name)
+        assert tensor is not None
         for optimizer in optimizers:
-            held = optimizer.state.get(parameter, {})
+            held = optimizer.state.get(tensor, {})
             for key, value in held.items():
                 if isinstance(value, Tensor) and value.ndim:
                     fitting = [r for r in resizes if value.shape[r.dim] > 1]
                     held[key] = _state(value, fitting, non_negative=key in NON_NEGATIVE)
-        grad = parameter.grad
-        parameter.grad = None  # torch refuses a gradient of another shape
-        _replace(parameter, _weight(parameter, resizes))
+        grad, tensor.grad = tensor.grad, None  # torch refuses a gradient of another shape
+        small = _small(tensor, resizes, [resize.weight_fold for resize in resizes])
+        tensor.set_(small)  # pyrefly: ignore[bad-argument-type]
         if grad is not None:
-            parameter.grad = _state(grad, resizes, non_negative=False)
-    for path, values in surgery.attributes.items():
-        for attribute, value in values.items():
-            setattr(model.get_submodule(path), attribute, value)
+            tensor.grad = _state(grad, resizes, non_negative=False)
+    fit_sizes(model, shapes)
+
+
+def amounts(model: nn.Module, surgery: Surgery) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return each tensor that a surgery shifts, and by how much."""
+    found = []
+    for name, shifts in surgery.shifts.items():
+        for shift in shifts:
+            target, source = tensor_of(model, name), tensor_of(model, shift.source)
+            assert target is not None
+            assert source is not None
+            found.append((target, shift.amount(source)))
+    return found
 
 
 def _fits(state: Tensor, parameter: Tensor) -> bool:
@@ -208,22 +196,27 @@ def _fits(state: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _replace(tensor: Tensor, value: Tensor) -> None:
-    tensor.set_(value)  # pyrefly: ignore[bad-argument-type]
-
-
-def _weight(tensor: Tensor, resizes: Sequence[Resize]) -> Tensor:
+def _stay(resizes: Sequence[Resize]) -> Tensor:
+    stays = torch.ones(resizes[0].entries.size, dtype=torch.bool)
     for resize in resizes:
-        tensor = resize.apply(tensor, resize.weight_fold)
-    return tensor.contiguous()
+        stays[resize.gone] = False
+    return stays.nonzero().flatten()
+
+
+def _small(tensor: Tensor, resizes: Sequence[Resize], folds: Sequence[Tensor | None]) -> Tensor:
+    """Return the smaller tensor, in the memory order of the larger one."""
+    small = tensor.detach().clone()
+    for resize, fold in zip(resizes, folds, strict=True):
+        resize.add(small, fold)
+    for dim in {resize.dim for resize in resizes}:
+        stays = _stay([resize for resize in resizes if resize.dim == dim])
+        small = small.index_select(dim, stays.to(small.device))
+    return small.contiguous()
 
 
 def _state(tensor: Tensor, resizes: Sequence[Resize], *, non_negative: bool) -> Tensor:
-    if non_negative:
-        tensor = tensor.sqrt()
-    for resize in resizes:
-        fold = resize.gradient_fold
-        tensor = resize.apply(
-            tensor, None if fold is None else fold.abs() if non_negative else fold
-        )
-    return (tensor.square() if non_negative else tensor).contiguous()
+    folds = [resize.gradient_fold for resize in resizes]
+    if not non_negative:
+        return _small(tensor, resizes, folds)
+    magnitudes = [None if fold is None else fold.abs() for fold in folds]
+    return _small(tensor.sqrt(), resizes, magnitudes).square()

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.apoptosis._plan import ShrinkPlan, removed_of
+from gossipgrad.apoptosis._neurons import weight_of
+from gossipgrad.apoptosis._plan import ShrinkPlan
+from gossipgrad.apoptosis._surgery import amounts
 
 __all__ = ["Certificate", "certify", "evaluating", "merged", "samples_at_risk"]
 
@@ -18,27 +20,22 @@ def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
 
     Removed neurons are computed but not read. Weights are restored on exit.
     """
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     surgery = plan.surgery(model)
     kept: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         try:
-            for name, shifts in surgery.shifts.items():
-                target = buffers[name] if name in buffers else parameters[name]
+            for target, amount in amounts(model, surgery):
                 kept.append((target, target.clone()))
-                for shift in shifts:
-                    target.add_(shift.amount(parameters[shift.source]))
+                target.add_(amount)
             for each in plan.mergings:
-                removed = removed_of(each.width, each.kept)
                 for path in each.neurons.consumers:
-                    weight = parameters[f"{path}.weight"]
-                    kept.append((weight, weight.clone()))
-                    by_neuron = weight.unflatten(1, (each.width, -1))
-                    gone = by_neuron[:, removed]
-                    if path in each.folds:
-                        fold = each.folds[path].to(gone)
-                        by_neuron[:, each.kept] += torch.einsum("or...,kr->ok...", gone, fold)
-                    by_neuron[:, removed] = 0
+                    dim, _ = each.neurons.input_of(model, path)
+                    for resize in surgery.resizes[f"{path}.weight"]:
+                        weight = weight_of(model.get_submodule(path))
+                        if resize.entries is each.neurons.entries[f"{path}.weight {dim}"]:
+                            kept.append((weight, weight.clone()))
+                            resize.add(weight, resize.weight_fold)
+                            weight.movedim(dim, 0)[resize.gone] = 0
             yield
         finally:
             for tensor, value in reversed(kept):

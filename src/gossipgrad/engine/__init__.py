@@ -13,6 +13,7 @@ from gossipgrad.engine._modes import Stale as Stale
 from gossipgrad.engine._modes import Sync as Sync
 from gossipgrad.engine._modes import check_stale as check_stale
 from gossipgrad.engine._modes import resolve_mode as resolve_mode
+from gossipgrad.engine._narrow import fit_sizes as fit_sizes
 from gossipgrad.engine._narrow import narrow as narrow
 from gossipgrad.engine._replica import Replica as Replica
 from gossipgrad.engine._rounds import Rounds as Rounds

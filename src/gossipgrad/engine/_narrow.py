@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["narrow"]
+__all__ = ["fit_sizes", "narrow"]
 
 
 @torch.no_grad()
@@ -26,6 +26,7 @@ def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
             then.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: tensor.shape for name, tensor in own.items()}
     for name, tensor in own.items():
         there, here = tuple(shapes.get(name, tensor.shape)), tuple(tensor.shape)
         if len(there) != len(here) or any(a > b for a, b in zip(there, here, strict=True)):
@@ -33,32 +34,47 @@ def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
                 f"{name} has the shape {there} where the model has shrunk, and {here} here: build "
                 "the model as wide as it was when the run began"
             )
-    depthwise = {
-        module
-        for module in model.modules()
-        if isinstance(module, _ConvNd) and module.groups == module.out_channels > 1
-    }
     for name, tensor in own.items():
         if name in shapes and tuple(shapes[name]) != tuple(tensor.shape):
             tensor.grad = None
             small = torch.zeros(tuple(shapes[name]), dtype=tensor.dtype, device=tensor.device)
             tensor.set_(small)  # pyrefly: ignore[bad-argument-type]
-    for module in model.modules():
-        _fit(module, is_depthwise=module in depthwise)
+    fit_sizes(model, before)
 
 
-def _fit(module: nn.Module, *, is_depthwise: bool) -> None:
-    """Set a module's size attributes to those of its weights."""
-    if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = module.weight.shape
-    elif isinstance(module, _ConvNd):
-        if is_depthwise:
-            module.groups = module.in_channels = module.out_channels = len(module.weight)
-        elif module.groups == 1 and not module.transposed:
-            module.out_channels, module.in_channels = module.weight.shape[:2]
-    elif isinstance(module, _BatchNorm) and module.running_mean is not None:
-        module.num_features = len(module.running_mean)
-    elif isinstance(module, _BatchNorm) and module.affine:
-        module.num_features = len(module.weight)
-    elif isinstance(module, nn.PReLU):
-        module.num_parameters = len(module.weight)
+def fit_sizes(model: nn.Module, before: Mapping[str, Sequence[int]]) -> None:
+    """Set the size attributes of torch's modules to those of their weights.
+
+    Args:
+        model: The model.
+        before: The shapes of parameters when the attributes were right, by name.
+    """
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            weight = getattr(module, "running_mean", None)
+        name = f"{path}.weight" if path else "weight"
+        if not isinstance(weight, Tensor) or tuple(weight.shape) == tuple(before.get(name, ())):
+            continue
+        length = len(weight) if weight.ndim else 1
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = weight.shape
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings, module.embedding_dim = weight.shape
+        elif isinstance(module, _ConvNd):
+            if module.groups > 1:
+                module.groups = module.groups * length // before[name][0]
+            others = module.groups * weight.shape[1]
+            sizes = (length, others) if module.transposed else (others, length)
+            module.in_channels, module.out_channels = sizes
+        elif isinstance(module, _NormBase):
+            module.num_features = length
+        elif isinstance(module, nn.GroupNorm):
+            module.num_groups = module.num_groups * length // before[name][0]
+            module.num_channels = length
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.normalized_shape = tuple(weight.shape)
+        elif isinstance(module, nn.PReLU):
+            module.num_parameters = length
+        elif hasattr(module, "nf"):  # Conv1D of transformers
+            module.nf = weight.shape[1]
