@@ -17,7 +17,7 @@ __all__ = ["measure_methods"]
 _FIRST_ELEMENTS = 256
 _GROWTH = 8
 _MOST_ELEMENTS = 1 << 22
-_RUNS = 2  # per size, after one that allocates memory
+_RUNS = 3  # per size, after one that allocates memory
 _FEWEST_SIZES = 2  # for a line
 _LONGEST_RUN = 2.0  # steps: a size that is expected to take longer is not measured
 _NO_TIME_SECONDS = 1e-9  # a lower bound for times below the clock's resolution
@@ -35,9 +35,9 @@ def measure_methods(
     step_seconds: float,
 ) -> Generator[None, None, list[Method]]:
     """Measure every method that a plan may use; yield after about a step's time."""
-    # Each time is a median over runs and ranks, so all ranks decide alike. A size that is expected
-    # to take longer than two steps is not measured: costs continue with the slope of the last two
-    # sizes.
+    # Each time is the least of some runs, and a median over ranks, so all ranks decide alike. A
+    # size that is expected to take longer than two steps is not measured: costs continue with the
+    # slope of the last two sizes.
     elements = sum(p.numel() for p in parameters)
     begun_seconds = perf_counter()
     methods: list[Method] = []
@@ -55,13 +55,13 @@ def measure_methods(
             made = _make_group(name, grads, settings, group, density)
             for count in (1, _RUNS):
                 runs = [_run_once(made, grads, group) for _ in range(count)]
-                mine = [*map(statistics.median, zip(*runs, strict=True))]
+                mine = [*map(min, zip(*runs, strict=True))]  # what else the machine does only adds
                 of_ranks = group.all_gather_object([*mine, perf_counter() - begun_seconds])
                 select, gather, add, spent = map(statistics.median, zip(*of_ranks, strict=True))
                 if spent > step_seconds:
                     yield
                     begun_seconds = perf_counter()
-                if select + gather + add > step_seconds:
+                if len(sizes) >= _FEWEST_SIZES and select + gather + add > step_seconds:
                     break  # once is enough
             sizes.append(size)
             times.append((select, gather, add))
