@@ -45,7 +45,7 @@ def test_nobody_joins_a_run_whose_members_have_all_left():
     record = Record(dist.HashStore(), first)
     over = record.replace(first, first.without({0: "left", 1: "left"}, left=True, by=0))
     with pytest.raises(GossipError, match="the run is over"):
-        record.add(first, 2, ())
+        record.change(first, lambda of: of.with_joiner(2, ()))
     assert record.read() == over
 
 
@@ -177,7 +177,7 @@ def test_beats_of_those_who_joined_and_left_long_ago_are_removed_from_the_store(
     store.set("beat/0", "0")
     for rank in range(1, 40):
         one = MemberWatch(store, rank, newest, SETTINGS, now=clock)
-        one.enter(())
+        one.enter(one.ask(()))
         one.start()
         one.leave()
         newest = Record(store).read()

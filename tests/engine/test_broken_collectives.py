@@ -24,7 +24,12 @@ def run(world_size, use, **settings):
         me.group.close()  # nobody waits for one that is broken
         return result
 
-    settings = {"topology": "matching", "leaves_together": False, **settings}
+    settings = {
+        "topology": "matching",
+        "mode": gg.Overlap(patience_seconds=HANG_SECONDS),
+        "leaves_together": False,
+        **settings,
+    }
     return run_sessions(world_size, then_train, **settings)
 
 

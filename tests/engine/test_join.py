@@ -78,7 +78,7 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
     assert all_equal(means)
     for membership in memberships:
         assert membership.joined.keys() == {3}
-        assert membership.joined[3].generation == membership.generation == 1
+        assert membership.joined[3].generation == membership.generation == 2
         assert membership.joined[3].donor == 0
         assert membership.lost == {}
     round_steps = settings.get("every") or settings.get("local_steps", 1)

@@ -12,7 +12,7 @@ from typing import Any
 from gossipgrad._messages import first_line
 from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
-from gossipgrad.comm._membership import LEFT, Liveness, Membership, Record
+from gossipgrad.comm._membership import LEFT, Joining, Liveness, Membership, Record
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -112,9 +112,22 @@ class MemberWatch(Liveness):
         self._thread = StoreThread(self._run, self._end, name="gossipgrad-members")
         self._thread.start()
 
-    def enter(self, introduction: Sequence[Any]) -> None:
+    def ask(self, introduction: Sequence[Any]) -> Joining:
+        """Ask for a replica, before this rank is a member; waits for the store only."""
+        rank = self._rank
+        asked = self._record.change(self.latest, lambda of: of.with_joiner(rank, introduction))
+        self._learn(asked)
+        return asked.joining[rank]
+
+    def enter(self, joining: Joining) -> None:
         """Make this rank a member, before `start`; waits for the store only."""
-        self._learn(self._record.add(self.latest, self._rank, introduction))
+        rank = self._rank
+        self._learn(self._record.change(self.latest, lambda of: of.with_member(rank, joining)))
+
+    def look(self) -> Membership:
+        """Return the newest membership, before this rank is a member; waits for the store only."""
+        self._learn(self._record.read())
+        return self.latest
 
     # -- what a channel reports and asks ------------------------------------------------------
 
@@ -332,7 +345,7 @@ class MemberWatch(Liveness):
     def _learn(self, membership: Membership) -> None:
         if membership.generation <= self.latest.generation:
             return
-        if membership.living == self.latest.living:
+        if (membership.living, membership.joining) == (self.latest.living, self.latest.joining):
             self._renewed_seconds = self._now()
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:

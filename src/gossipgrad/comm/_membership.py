@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,8 @@ class Membership:
         joined: The ranks that joined after the start, living or not; their numbers are above those
             of the start, and none is used twice.
 
+        joining: The ranks that wait for a replica, the last 32; they are no members yet.
+
     A record holds the last 32 joiners that are gone; `remembering` keeps more.
     """
 
@@ -74,6 +76,7 @@ class Membership:
     living: tuple[int, ...]
     gone: dict[int, Loss] = field(default_factory=dict)
     joined: dict[int, Joining] = field(default_factory=dict)
+    joining: dict[int, Joining] = field(default_factory=dict)
 
     @classmethod
     def first(cls, world_size: int, living: Sequence[int] | None = None) -> "Membership":
@@ -117,22 +120,33 @@ class Membership:
         )
 
     def with_joiner(self, rank: int, introduction: Sequence[Any]) -> "Membership":
-        """Return the next generation with one more rank, which was never a member.
+        """Return the next generation, with one more rank that waits for a replica.
 
         The lowest living rank is its donor.
         """
-        assert rank not in {*self.living, *self.gone}, f"rank {rank} was a member"
         joining = Joining(
             generation=self.generation + 1,
             when_seconds=time.time(),
             donor=min(self.living),
             introduction=tuple(introduction),
         )
+        kept = sorted(self.joining)[-_FORMER_KEPT + 1 :]
         return replace(
             self,
             generation=joining.generation,
+            joining={**{other: self.joining[other] for other in kept}, rank: joining},
+        )
+
+    def with_member(self, rank: int, joining: Joining) -> "Membership":
+        """Return the next generation, with a joiner that has its replica."""
+        assert rank not in {*self.living, *self.gone}, f"rank {rank} was a member"
+        number = self.generation + 1
+        return replace(
+            self,
+            generation=number,
             living=tuple(sorted((*self.living, rank))),
-            joined={**self.joined, rank: joining},
+            joined={**self.joined, rank: replace(joining, generation=number)},
+            joining={other: one for other, one in self.joining.items() if other != rank},
         )
 
     def renewed(self) -> "Membership":
@@ -169,11 +183,16 @@ class Membership:
             generation=read["generation"],
             living=tuple(read["living"]),
             gone={int(rank): Loss(**loss) for rank, loss in read["gone"].items()},
-            joined={
-                int(rank): Joining(introduction=tuple(joining.pop("introduction")), **joining)
-                for rank, joining in read["joined"].items()
-            },
+            joined=_read_joining(read["joined"]),
+            joining=_read_joining(read["joining"]),
         )
+
+
+def _read_joining(read: Mapping[str, dict[str, Any]]) -> dict[int, Joining]:
+    return {
+        int(rank): Joining(introduction=tuple(joining.pop("introduction")), **joining)
+        for rank, joining in read.items()
+    }
 
 
 class Liveness:
@@ -241,17 +260,16 @@ class Record:
             self._store.compare_set(_KEY, current.to_text(), desired.to_text())
         )
 
-    def add(self, current: Membership, rank: int, introduction: Sequence[Any]) -> Membership:
-        """Write and return the next generation with a joiner, whatever the newest one is.
+    def change(self, current: Membership, change: Callable[[Membership], Membership]) -> Membership:
+        """Write and return the next generation, a change of the newest one.
 
         Raises:
             GossipError: No member lives any more.
         """
-        while rank not in {*current.living, *current.gone}:
+        while True:
             if not current.living:
-                raise GossipError(
-                    f"the run is over: rank {rank} cannot join, all members have ended"
-                )
-            desired = current.with_joiner(rank, introduction)
+                raise GossipError("the run is over: no rank can join, all members have ended")
+            desired = change(current)
             current = self.replace(current, desired)
-        return current
+            if current == desired:
+                return current

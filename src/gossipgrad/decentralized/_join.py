@@ -40,16 +40,17 @@ def join(
     Build the same model and optimizer as the other ranks, and pass the settings that they passed to
     `gossip()`. A different model or setting is refused by name before anything is loaded.
 
-    This rank becomes a member, and the lowest member, the donor, copies its replica between two of
-    its steps and sends it in the background. It replaces the model's parameters and buffers, and
-    the optimizer's state and hyper-parameters. No process group is needed here.
+    The lowest member, the donor, copies its replica between two of its steps and sends it in the
+    background; no other rank waits, and no process group is needed here. The replica replaces the
+    model's parameters and buffers, and the optimizer's state and hyper-parameters. Then this rank
+    becomes a member.
 
-    Collectives wait for this rank from the beginning, while it receives the replica, too: prepare
-    data and everything else before. Rounds do not wait for it until it has made its first step,
-    which is local; it then continues in the others' round.
+    From then on collectives wait for it as for any member, so prepare data and everything else
+    before. Rounds do not wait for it until it has made its first step, which is local; it then
+    continues in the others' round.
 
-    If the donor dies or fails, or joining fails otherwise, this rank leaves again, and joining can
-    be retried.
+    If the donor dies or fails, or joining fails otherwise, nothing in the run has changed, and
+    joining can be retried.
 
     Args:
         model: As the other ranks built it, on any device; its weights are overwritten, and it

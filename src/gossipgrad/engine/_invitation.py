@@ -2,14 +2,15 @@
 
     joiner                          store                     lowest member        other members
     reads what the run is <──────── run <──── publishes it ────────┘
-    adds itself ──────────────────> generation g + 1
+    asks for a replica ───────────> generation g + 1
                                        └── all read it at a heartbeat, and enter it ───────┘
     waits                <───── its replica, over a link ──────────┘
-    loads it, makes a step, and takes part
+    loads it, becomes a member ───> generation g + 2
+    makes a step, and takes part
 
-The joiner is a member as soon as it has added itself: it sends heartbeats, and collectives
-wait for it. Rounds with it are void until it takes part. If it cannot load the replica, or none
-arrives, it leaves again.
+Collectives wait for the joiner from generation g + 2 on, so none is held up by the transfer. Rounds
+with it are void until it takes part. If it cannot load the replica, or none arrives, it gives up,
+and nothing in the run has changed.
 """
 
 import io

@@ -17,6 +17,7 @@ from gossipgrad._messages import first_line
 from gossipgrad.comm import (
     AskedStore,
     Group,
+    Joining,
     Membership,
     Record,
     TCPTransport,
@@ -34,6 +35,7 @@ RUN_FORMAT = "gossipgrad run 3"
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:/\s]+):(\d{1,5})/(?:(\S.*)/)?(members/\d+)")
 _STORE_SECONDS = 10.0
 _LISTEN_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
 _RETRY = "Nothing was loaded, and the run continues: try again"
 _STALLED_SECONDS = 60.0
 
@@ -83,7 +85,7 @@ class Joiner:
         name: The name of the membership.
         membership: The newest generation that was read; the joiner is not in it yet.
         rank: This rank's number, which no rank had before; -1 before `reserve_rank`.
-        donor: The rank that sends its replica, -1 before it is known.
+        joining: How this rank asked for its replica, None before that.
         position: The donor's position in rounds and steps, with its replica.
 
     Raises:
@@ -101,7 +103,8 @@ class Joiner:
         self._host, self._where = host.strip("[]"), f"{host}:{port}"
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
-        self.rank = self.donor = -1
+        self.rank = -1
+        self.joining: Joining | None = None
         self.position: dict[str, int] = {}
 
         def connect() -> dist.Store:
@@ -196,24 +199,26 @@ class Joiner:
             secret=self._secret,
         )
 
-    def enter(self, rounds: Rounds, members: Members) -> Any:
-        """Become a member, and return the replica that the donor sends; its position is noted.
+    def receive(self, rounds: Rounds, members: Members) -> Any:
+        """Ask for a replica, and return it; the donor's position is noted.
 
         Raises:
             GossipError: All members have ended, none sends its replica in time, or the donor fails.
         """
-        members.enter(rounds)
-        channel, donor = rounds.channel, members.current.joined[self.rank].donor
-        self.donor, moved_seconds, before = donor, time.monotonic(), 0
+        self.joining = members.ask(rounds)
+        channel, donor = rounds.channel, self.joining.donor
+        looked_seconds = moved_seconds = time.monotonic()
+        before = 0
         while True:
             channel.poll(_LISTEN_SECONDS)
             state, arrived = channel.received_state()
             if state is not None:
                 break
-            now = time.monotonic()
+            now, is_gone = time.monotonic(), donor in channel.gone
+            if now - looked_seconds > _LOOK_SECONDS:
+                looked_seconds, is_gone = now, is_gone or not members.is_still_alive(donor)
             moved_seconds, before = (now, arrived) if arrived > before else (moved_seconds, before)
-            members.confirm()
-            if not members.is_alive(donor):
+            if is_gone:
                 why = "it died or left in the middle."
             elif arrived and now - moved_seconds > _STALLED_SECONDS:
                 why = "it stopped in the middle."

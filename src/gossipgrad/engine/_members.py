@@ -13,6 +13,7 @@ from gossipgrad.comm import (
     Channel,
     Group,
     Heartbeats,
+    Joining,
     Liveness,
     Loss,
     Membership,
@@ -141,24 +142,43 @@ class Members:
         if self._group.generation < latest.generation:
             self._group.enter(latest.generation, latest.living)
         before, self.current = self.current, latest.remembering(self.current)
-        joined = {rank: latest.joined[rank] for rank in latest.joined.keys() - before.joined.keys()}
-        asks = sorted(rank for rank, one in joined.items() if one.donor == self._group.rank)
+        asks = [
+            rank
+            for rank, one in latest.joining.items()
+            if rank not in before.joining and one.donor == self._group.rank
+        ]
         if asks and (give := self.give()) is not None:
             give(asks)
         return True
 
-    def enter(self, rounds: Rounds) -> None:
+    def ask(self, rounds: Rounds) -> Joining:
+        """Ask for a replica, before this rank is a member; waits for the store only.
+
+        Raises:
+            GossipError: The store does not answer, or all members have ended.
+        """
+        watch, transport = self.watch, rounds.channel.transport
+        assert watch is not None
+        assert is_joinable(transport)
+        introduction = transport.introduction
+        return self._group.ask(lambda _: watch.ask(introduction))
+
+    def is_still_alive(self, rank: int) -> bool:
+        """Whether a rank is a member, for a joiner that is none yet; waits for the store only."""
+        watch = self.watch
+        assert watch is not None
+        return rank in self._group.ask(lambda _: watch.look()).living
+
+    def enter(self, rounds: Rounds, joining: Joining) -> None:
         """Make a joiner a member; waits for the store only.
 
         Raises:
             GossipError: The store does not answer, or all members have ended. If it answers later,
                 the others declare this rank dead, as it sends no heartbeat.
         """
-        watch, transport = self.watch, rounds.channel.transport
+        watch = self.watch
         assert watch is not None
-        assert is_joinable(transport)
-        introduction = transport.introduction
-        self._group.ask(lambda _: watch.enter(introduction))
+        self._group.ask(lambda _: watch.enter(joining))
         watch.start()
         self.follow_latest(rounds)
 
@@ -248,10 +268,12 @@ class Members:
     def _meet_joiners(self, latest: Membership, transport: Transport) -> None:
         """Add the joiners; one that cannot be added counts as gone here."""
         met = transport.introductions if is_joinable(transport) else {}
-        for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
+        members = {rank: latest.joined[rank] for rank in latest.joined if rank in latest.living}
+        known = {**latest.joining, **members}
+        for rank in known.keys() - {*met, self._group.rank}:
             try:
                 assert is_joinable(transport), "only such runs can be joined"
-                transport.add_peer(rank, latest.joined[rank].introduction)
+                transport.add_peer(rank, known[rank].introduction)
             except (AgreementError, ValueError, TypeError) as error:
                 logger.warning(
                     "rank %d cannot exchange with joiner rank %d: %s",

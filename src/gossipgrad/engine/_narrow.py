@@ -77,4 +77,4 @@ def fit_sizes(model: nn.Module, before: Mapping[str, Sequence[int]]) -> None:
         elif isinstance(module, nn.PReLU):
             module.num_parameters = length
         elif hasattr(module, "nf"):  # Conv1D of transformers
-            module.nf = weight.shape[1]
+            module.nf = weight.shape[1]  # pyrefly: ignore[bad-argument-type]

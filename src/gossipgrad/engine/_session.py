@@ -165,8 +165,11 @@ class Session:
                 self._begin()
             else:
                 assert heartbeats is not None
+                assert joiner.joining is not None
+                assert self._rounds is not None
+                self._members.enter(self._rounds, joiner.joining)
                 self._run.enter(joiner.position, heartbeats.interval_seconds)
-                self.joined_from = joiner.donor
+                self.joined_from = joiner.joining.donor
             group.call = f"a step or a collective of {self.door}()"
         except BaseException:
             self._close(wait_seconds=0.0)
@@ -753,9 +756,9 @@ class Session:
             members.confirm()
             self._invitation.publish()
         else:
-            state = joiner.enter(rounds, members)
+            state = joiner.receive(rounds, members)
             if (why := misfit(replica.model, replica.optimizers, state)) is not None:
-                raise ValueError(f"the replica of rank {joiner.donor} does not fit: {why}")
+                raise ValueError(f"the replica that was sent does not fit: {why}")
             load_replica(replica.model, replica.optimizers, state)
 
     def _before_state_dict(self) -> bool:
