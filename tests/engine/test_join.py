@@ -118,7 +118,7 @@ def test_what_the_donor_has_is_what_the_joiner_gets(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["overlap", "stale"])
 def test_nobody_is_held_up_by_a_transfer_that_takes_long(mode, sending):
-    """It waits for the script; the others, the donor too, make steps meanwhile."""
+    """It waits for the script; the others, the donor too, make steps and meet in a collective."""
     begun, flowing = sending
 
     def member(me, run):
@@ -129,6 +129,8 @@ def test_nobody_is_held_up_by_a_transfer_that_takes_long(mode, sending):
         me.train(30)
         after = me.session.stats()
         assert after.late_rounds == before.late_rounds or mode == "stale"
+        me.mean()
+        assert me.session.membership.living == (0, 1, 2)
         made.add(me.rank)
         me.train_until(lambda: made == {0, 1, 2})
         flowing.set()

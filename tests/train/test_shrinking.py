@@ -55,6 +55,8 @@ def test_a_run_that_shrinks_is_resumed_as_narrow_as_it_was(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("default:epochs is 3 instead of 2")
+@pytest.mark.filterwarnings("default:the checkpoint of step")
 def test_one_rank_continues_from_the_consensus_of_two_that_have_shrunk(tmp_path):
     options = {"nproc": 2, "epochs": 2, "apoptosis": 0.05, "checkpoint_every": 5}
     assert run(config(tmp_path, **options)).exit_code == 0

@@ -27,7 +27,7 @@ def rebuild_together(
     Returns:
         False if the trained parameters are the same, of the same shapes, on all ranks.
     """
-    is_made = False
+    is_made = is_renewed = False
     for left in reversed(range(_TRIES)):
         try:
             averaging.enter_collective("rebuild", None if is_made else pending_change())
@@ -44,9 +44,11 @@ def rebuild_together(
                     if change is not None:
                         change()
                     is_made = True
-                if not averaging.is_any(replica.has_other_shapes() or bool(replica.set_change())):
+                differs = replica.has_other_shapes() or bool(replica.set_change())
+                if not averaging.is_any(is_renewed or differs):
                     return False
                 renew()
+                is_renewed = True  # a try that fails at the barrier is no reason to forget it
                 group.barrier()  # no rank sends by the new plan until all have it
             return True
         except (AgreementError, EvictedError, ReplicaChangedError):

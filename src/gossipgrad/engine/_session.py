@@ -420,6 +420,9 @@ class Session:
             GossipError: As `consensus()`.
             ReplicaChangedError: On every rank, if one's optimizer was loaded.
         """
+        if self._rounds is not None and self.replica.has_other_shapes():
+            self._run.drop_hooks()  # parts in flight do not fit any more
+            self._rounds.cancel()
         self._check_ready("rebuild")
         if rebuild_together(
             change,
