@@ -133,7 +133,7 @@ def test_each_root_method_trains_as_eigenvalues_do(method):
         train(model, optimizer, range(80))
         assert optimizer.refresh_stats.failed == 0
         x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
-        return float((model(x) - x[:, :3].sin()).square().mean())
+        return (model(x) - x[:, :3].sin()).square().mean().item()
 
     assert loss_of(method) == pytest.approx(loss_of("eigh"), rel=0.05)
 
