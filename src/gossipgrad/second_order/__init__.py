@@ -9,6 +9,7 @@ from gossipgrad.second_order._roots import newton_db_inverse_root as newton_db_i
 from gossipgrad.second_order._roots import newton_inverse_root as newton_inverse_root
 from gossipgrad.second_order._roots import power_step as power_step
 from gossipgrad.second_order._shampoo import Shampoo as Shampoo
+from gossipgrad.second_order._sharding import Sharding as Sharding
 from gossipgrad.second_order._sharing import RootSharing as RootSharing
 from gossipgrad.second_order._sharing import ShareStats as ShareStats
 from gossipgrad.second_order._sharing import share_roots as share_roots
