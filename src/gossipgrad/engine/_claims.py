@@ -9,16 +9,14 @@ from torch import Tensor
 
 __all__ = ["Claim", "is_claimed"]
 
-_ALONE, _HOOK = "sparsify", "CommHook"
+_ALONE = "sparsify"
 _lock = threading.RLock()  # a signal handler may close a session while another starts
 
 
 class Claim:
     """The parameters of one session, until the session is closed or the claim is collected.
 
-    No parameter is in two sessions that exchange it. Only the hook of DistributedDataParallel may
-    share parameters with other sessions except `sparsify`: it averages inside nodes, and gossip
-    between them.
+    No parameter is in two sessions that exchange it.
 
     Args:
         door: The function that makes the session, for messages.
@@ -56,7 +54,7 @@ class Claim:
         """Return which parameter cannot be in one more session, and why."""
         for other in _others(self):
             doors = {self._door, other._door}
-            if doors == {"shrink"} or (_HOOK in doors and _ALONE not in doors):
+            if doors == {"shrink"}:
                 continue
             name = next((name for name, each in parameters.items() if other.has(each)), None)
             if name is not None:
