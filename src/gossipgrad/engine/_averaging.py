@@ -152,10 +152,10 @@ class Averaging:
             except GossipError:
                 if self._group.broken is not None and self._members.changed():
                     continue  # nothing was done yet: the living ranks meet again
-                self._members.gives_up = True
+                self._members.has_failed = True
                 self._members.check_store()
                 raise
-            self._members.gives_up = False
+            self._members.has_failed = False
             views = {
                 rank: _View(*each) for rank, each in zip(self._group.members, gathered, strict=True)
             }
@@ -240,11 +240,6 @@ class Averaging:
             if self._rounds is not None:
                 self._rounds.drain(COLLECTIVE_SECONDS)
 
-    def cancel(self) -> None:
-        """Cancel everything in flight without mixing it."""
-        if self._rounds is not None:
-            self._rounds.cancel()
-
     def restart(self) -> None:
         """Restart rounds, possibly at a lower number, after all ranks loaded a state."""
         if self._rounds is not None:
@@ -317,10 +312,10 @@ class Averaging:
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
         """Refuse to return one replica as the mean of all; warn if the others ended before."""
-        if (gave_up := self._members.gave_up()) and not self._has_refused:
+        if (left := self._members.left_in_vain()) and not self._has_refused:
             self._has_refused = True
             raise GossipError(
-                f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named(gave_up)} "
+                f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named(left)} "
                 "waited for this rank in vain, and closed their sessions. The mean of "
                 "all is lost. This rank's own replica is unchanged: save it, or call again to get "
                 "it as the mean of the one rank that is left"

@@ -30,8 +30,8 @@ __all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable", "memory_of"]
 Sendable = tuple[Tensor, Callable[[], None] | None]
 """A tensor to send, and a function that returns when it is filled; None if it is already."""
 
-_MOST_MEASURED = 1 << 16  # elements of which each takes part in an estimate of the distance
-_SHARES = 8
+_SMALL_NUMEL = 1 << 16  # a smaller delta is measured whole
+_SHARES = 8  # of a large one, of which a round measures one
 _STRIDE = 0x9E3779B97F4A7C15  # odd: no two buckets share a seed
 
 
@@ -74,7 +74,7 @@ class Delta:
 def _square(flat: Tensor, round: int) -> Tensor:
     """Return the squared norm; of a large bucket an estimate from an eighth, another each round."""
     # torch.dot rounds by the number of threads and the alignment of `flat`: not reproducible.
-    if flat.numel() < _MOST_MEASURED:
+    if flat.numel() < _SMALL_NUMEL:
         return torch.linalg.vector_norm(flat).square()
     size = flat.numel() // _SHARES
     part = flat.narrow(0, round % _SHARES * size, size)

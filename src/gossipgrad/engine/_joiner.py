@@ -216,7 +216,7 @@ class Joiner:
                 break
             now, is_gone = time.monotonic(), donor in channel.gone
             if now - looked_seconds > _LOOK_SECONDS:
-                looked_seconds, is_gone = now, is_gone or not members.is_still_alive(donor)
+                looked_seconds, is_gone = now, is_gone or not members.is_in_record(donor)
             moved_seconds, before = (now, arrived) if arrived > before else (moved_seconds, before)
             if is_gone:
                 why = "it died or left in the middle."

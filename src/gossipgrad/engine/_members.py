@@ -54,8 +54,8 @@ class Members:
         watch: Watches the members; None if the membership never changes.
         liveness: Who can be reached: the watch, or links alone.
         name: The name of the membership, in the store of the group.
-        gives_up: Whether the last collective failed on this rank.
-        give: Returns what sends this rank's replica to joiners; None if that is gone.
+        has_failed: Whether this rank waited for others in vain in its last collective.
+        replica_sender: Returns what sends this rank's replica to joiners; None if that is gone.
 
     Raises:
         GossipError: The store cannot be reached.
@@ -73,9 +73,9 @@ class Members:
         self.current = membership or Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
         self.liveness = Liveness()
-        self.gives_up = False
+        self.has_failed = False
         self.name = name
-        self.give: Callable[[], Callable[[list[int]], object] | None] = lambda: None
+        self.replica_sender: Callable[[], Callable[[list[int]], object] | None] = lambda: None
         self._group = group
         self._channel: Channel | None = None
         self._schedule = schedule
@@ -147,8 +147,8 @@ class Members:
             for rank, one in latest.joining.items()
             if rank not in before.joining and one.donor == self._group.rank
         ]
-        if asks and (give := self.give()) is not None:
-            give(asks)
+        if asks and (send := self.replica_sender()) is not None:
+            send(asks)
         return True
 
     def ask(self, rounds: Rounds) -> Joining:
@@ -163,7 +163,7 @@ class Members:
         introduction = transport.introduction
         return self._group.ask(lambda _: watch.ask(introduction))
 
-    def is_still_alive(self, rank: int) -> bool:
+    def is_in_record(self, rank: int) -> bool:
         """Whether a rank is a member, for a joiner that is none yet; waits for the store only."""
         watch = self.watch
         assert watch is not None
@@ -210,7 +210,7 @@ class Members:
             for rank, loss in self._gone_if_alone().items()
         ]
 
-    def gave_up(self) -> list[int]:
+    def left_in_vain(self) -> list[int]:
         """Return ranks whose last collective failed before they left, if no other is left."""
         gone = self._gone_if_alone().items()
         return [rank for rank, loss in gone if loss.left and loss.why == _GAVE_UP]
@@ -246,7 +246,7 @@ class Members:
                 self.watch.stop()
             else:
                 why = LEFT if error is None else f"{LEFT} by {type(error).__name__}"
-                self.watch.leave(_GAVE_UP if self.gives_up else why)
+                self.watch.leave(_GAVE_UP if self.has_failed else why)
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
         """Leave an unclosed session at exit, with a last message to the others."""

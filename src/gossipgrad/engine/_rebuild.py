@@ -38,8 +38,6 @@ def rebuild_together(
                         "them from equal numbers on all ranks, such as means over ranks"
                     )
                 if not is_made:
-                    if replica.has_other_shapes():
-                        averaging.cancel()  # parts in flight do not fit any more
                     averaging.drain()
                     if change is not None:
                         change()

@@ -618,7 +618,7 @@ class Session:
             )
         return self._invitation.address()
 
-    def _give_replica(self, joiners: Sequence[int]) -> None:
+    def _send_replica(self, joiners: Sequence[int]) -> None:
         """Send this rank's replica to joiners, between two steps."""
         if self._invitation is not None and self._rounds is not None and self._driver is not None:
             position = position_of(self._rounds, self._driver.steps, self.settings.every)
@@ -748,7 +748,7 @@ class Session:
             lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
             refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
-        members.give = WeakMethod(self._give_replica)
+        members.replica_sender = WeakMethod(self._send_replica)
         if joiner is None:
             # Heartbeats first:
             #  1. a large model takes longer than a lease on a slow network;
