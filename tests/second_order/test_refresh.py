@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
+from support.sine import train
 from support.waiting import HANG_SECONDS
 
 ALL = ("SOAP", "KLShampoo", "Shampoo")
@@ -21,15 +22,6 @@ def network():
     sizes = [(6, 20), (20, 20), (20, 20), (20, 3)]
     layers = [layer for a, b in sizes for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (model(x) - x[:, :3].sin()).square().mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def roots_of(optimizer):

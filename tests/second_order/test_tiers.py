@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
+from support.sine import train
 
 ALL = (gg.SOAP, gg.KLShampoo, gg.Shampoo)
 
@@ -16,15 +17,6 @@ def network():
     return nn.Sequential(
         nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3)
     )
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (model(x) - x[:, :3].sin()).square().mean().backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
