@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from support.replicas import adam, flat, sgd, transport_by_name
 from support.sessions import run_sessions
 
-SHRINK = {"every": 6, "batches": 4, "events": 2, "budget": 0.1, "min_width": 2}
+SHRINK = {"every": 6, "batches": 4, "events": 2, "budget": 0.1, "round_to": 1}
 
 
 def wide(seed=0, dtype=torch.float32):

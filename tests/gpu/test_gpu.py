@@ -180,8 +180,8 @@ def test_replicas_shrink():
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-            model[0].weight[8:16] = model[0].weight[:8]
-            model[0].bias[8:16] = model[0].bias[:8]
+            model[0].weight[16:] = model[0].weight[:16]
+            model[0].bias[16:] = model[0].bias[:16]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         with (
             gg.gossip(

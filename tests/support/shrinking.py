@@ -22,7 +22,7 @@ def seen(
 ) -> ShrinkPlan:
     """The plan of a session that has seen these batches, and is closed."""
     made = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"min_width": 1, **settings}
+    settings = {"round_to": 1, **settings}
     with gg.shrink(model, made, example_input=example, **settings) as session:
         session.look()
         mode = model.training

@@ -3,8 +3,11 @@
 from gossipgrad.apoptosis._find import Found as Found
 from gossipgrad.apoptosis._find import find as find
 from gossipgrad.apoptosis._merges import Consumer as Consumer
-from gossipgrad.apoptosis._merges import choose as choose
+from gossipgrad.apoptosis._merges import errors_of as errors_of
+from gossipgrad.apoptosis._merges import folds_of as folds_of
 from gossipgrad.apoptosis._merges import joint_error as joint_error
+from gossipgrad.apoptosis._merges import removal_order as removal_order
+from gossipgrad.apoptosis._merges import split as split
 from gossipgrad.apoptosis._moments import Moments as Moments
 from gossipgrad.apoptosis._neurons import Entries as Entries
 from gossipgrad.apoptosis._neurons import Neurons as Neurons

@@ -1,16 +1,17 @@
-"""The choice of merges of one layer from its moments."""
+"""The errors and merges of one layer from its moments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from gossipgrad.apoptosis._merges import Consumer, choose
+from gossipgrad.apoptosis._merges import Consumer, errors_of, folds_of, removal_order, split
 from gossipgrad.apoptosis._moments import Moments
 from gossipgrad.apoptosis._neurons import Neurons, taps_of
-from gossipgrad.apoptosis._plan import Merging, removed_of
+from gossipgrad.apoptosis._plan import Merging
 
-__all__ = ["consumer_of", "judge"]
+__all__ = ["Options", "consumer_of", "merging_of", "options_of"]
 
 
 def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments) -> Consumer:
@@ -39,35 +40,67 @@ def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments)
     )
 
 
-def judge(
+@dataclass(frozen=True)
+class Options:
+    """How many of some neurons may go, and at which error.
+
+    Attributes:
+        neurons: The neurons.
+        order: The order of their removal.
+        counts: Numbers that may be removed, ascending; the first is 0.
+        errors: The joint error of each.
+    """
+
+    neurons: Neurons
+    order: Sequence[int]
+    counts: Sequence[int]
+    errors: Sequence[float]
+
+
+def options_of(
     model: nn.Module,
     neurons: Neurons,
     moments: Mapping[str, Moments],
     *,
     rule: str,
-    budget: float,
-    at_most: int,
+    counts: Sequence[int],
+) -> Options:
+    """Return the errors of some numbers of removed neurons, ascending, on the sample."""
+    consumers = _consumers(model, neurons, moments)
+    order = removal_order(consumers, rule, counts[-1])
+    errors = errors_of(consumers, rule, order, counts)
+    return Options(neurons, order, (0, *counts), (0.0, *errors))
+
+
+def merging_of(
+    model: nn.Module, options: Options, chosen: int, moments: Mapping[str, Moments], *, rule: str
 ) -> Merging:
-    """Merge as many neurons as the budget allows, by the joint error on the sample."""
-    width = neurons.width
-    consumers = {p: consumer_of(model, neurons, p, moments[p]) for p in neurons.consumers}
-    kept, folds, error = choose(list(consumers.values()), rule=rule, budget=budget, at_most=at_most)
-    removed = removed_of(width, kept)
+    """Return the merges of the chosen option."""
+    neurons, count = options.neurons, options.counts[chosen]
+    consumers = _consumers(model, neurons, moments)
+    kept, removed = split(options.order, count)
+    folds = folds_of(consumers, rule, options.order, count)
     shifts = {}
-    for (path, consumer), fold in zip(consumers.items(), folds, strict=True):
+    for path, consumer, fold in zip(neurons.consumers, consumers, folds, strict=True):
         if consumer.mean is not None:
             mean = consumer.mean.cpu()
             shifts[path] = mean[:, removed] - mean[:, kept] @ fold.to(mean)
     return Merging(
         neurons,
-        width,
+        neurons.width,
         kept,
-        dict(zip(consumers, folds, strict=True)),
+        dict(zip(neurons.consumers, folds, strict=True)),
         shifts,
         # The map of gradients is defined for pairs directly after one layer, not for sums of many.
         state_fold=folds[0] if rule == "pairs" and neurons.is_plain else None,
-        error=error,
+        error=options.errors[chosen],
     )
+
+
+def _consumers(
+    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments]
+) -> list[Consumer]:
+    return [consumer_of(model, neurons, path, moments[path]) for path in neurons.consumers]
 
 
 def _pads_with_zeros(consumer: nn.Module) -> bool:

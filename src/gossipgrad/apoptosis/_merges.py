@@ -5,27 +5,28 @@ the error is the joint mean square change of a consumer's outputs. It is never a
 since their errors are correlated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gossipgrad.apoptosis._plan import removed_of
 
 __all__ = [
     "Consumer",
-    "choose",
+    "errors_of",
+    "folds_of",
     "greedy_order",
     "joint_error",
-    "largest_within",
     "pair_order",
     "pivot_order",
+    "removal_order",
+    "split",
 ]
 
-T = TypeVar("T")
-_ENOUGH = 0.9
 _TINY = 1e-12
 _ROUNDING = 1e-7
 
@@ -108,7 +109,7 @@ def pair_order(consumers: Sequence[Consumer]) -> list[int]:
 
 
 def greedy_order(costs: Tensor) -> list[int]:
-    """Return the order of removal, the cheapest first, each into a kept one."""
+    """Return the order of removal, the cheapest first, each into a kept one; the last stays."""
     width = len(costs)
     costs = costs.clone()
     best, partner = costs.min(1)
@@ -123,7 +124,7 @@ def greedy_order(costs: Tensor) -> list[int]:
         lost = (partner == gone).nonzero().flatten()
         if len(lost):
             best[lost], partner[lost] = costs[lost].min(1)
-    return order
+    return [*order, *({*range(width)} - {*order})]
 
 
 def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
@@ -155,68 +156,49 @@ def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     return rest[left[rest].argsort()].tolist() + pivots[::-1]
 
 
-def choose(
-    consumers: Sequence[Consumer],
-    *,
-    rule: str,
-    budget: float,
-    at_most: int,
-) -> tuple[Tensor, list[Tensor], float]:
-    """Remove as many neurons as the budget allows, by the joint error.
+def removal_order(consumers: Sequence[Consumer], rule: str, at_most: int) -> list[int]:
+    """Return the order of removal by a rule, `"pairs"` or `"least-squares"`."""
+    return pair_order(consumers) if rule == "pairs" else pivot_order(consumers, at_most)
 
-    The order is greedy; bisection finds their number by the joint error.
 
-    Args:
-        consumers: All consumers of the neurons.
-        rule: `"pairs"`: merge each into one other; `"least-squares"`: into all kept ones.
-        budget: Mean square error over the variance of outputs, per consumer.
-        at_most: The most neurons to remove.
+def errors_of(
+    consumers: Sequence[Consumer], rule: str, order: Sequence[int], counts: Sequence[int]
+) -> list[float]:
+    """Return the joint error without the first neurons of an order, by their number.
 
-    Returns:
-        Indices kept, the folds by consumer, and the largest error of a consumer.
+    Mean square errors over the variance of outputs, corrected for the fit; for several consumers
+    the largest.
     """
-    width = consumers[0].weights.shape[-1]
-    merges: list[_Pairs] | list[_LeastSquares]
-    if rule == "pairs":
-        order = pair_order(consumers)
-        merges = [_Pairs(each) for each in consumers]
-    else:
-        order = pivot_order(consumers, at_most)
-        merges = [_LeastSquares(each, order) for each in consumers]
-
-    def attempt(count: int) -> tuple[Tensor, Tensor, float]:
-        removed = torch.tensor(sorted(order[:count]), dtype=torch.long)
-        kept = removed_of(width, removed)
-        coefficients = 1 if rule == "pairs" else len(kept)
-        errors = [
-            _correction(coefficients, consumer.samples)
-            * (
-                _error_of_one_tap(consumer, removed, merge.left(kept, removed))
-                if len(consumer.second) == 1
-                else joint_error(consumer, kept, removed, merge.fold(kept, removed))
-            )
-            for consumer, merge in zip(consumers, merges, strict=True)
-        ]
-        return kept, removed, max(errors)
-
-    most = min(at_most, len(order), width - 1)
-    kept, removed, error = largest_within(budget, most, attempt, lambda tried: tried[2])
-    return kept, [merge.fold(kept, removed) for merge in merges], error
+    largest = [0.0] * len(counts)
+    for consumer in consumers:
+        merge = _merge(consumer, rule, order)
+        for number, count in enumerate(counts):
+            kept, removed = split(order, count)
+            coefficients = 1 if rule == "pairs" else len(kept)
+            if len(consumer.second) == 1:
+                error = merge.error(kept, removed)
+            else:
+                error = joint_error(consumer, kept, removed, merge.fold(kept, removed))
+            error *= _correction(coefficients, consumer.samples)
+            largest[number] = max(largest[number], error)
+    return largest
 
 
-def largest_within(
-    budget: float, most: int, attempt: Callable[[int], T], error_of: Callable[[T], float]
-) -> T:
-    """Find by bisection about the largest count whose error is within the budget."""
-    low, high, found = 0, most, attempt(0)
-    while low < high and not 0 < _ENOUGH * budget <= error_of(found):
-        middle = (low + high + 1) // 2
-        tried = attempt(middle)
-        if error_of(tried) <= budget:
-            low, found = middle, tried
-        else:
-            high = middle - 1
-    return found
+def folds_of(
+    consumers: Sequence[Consumer], rule: str, order: Sequence[int], count: int
+) -> list[Tensor]:
+    """Return by consumer the shares of the removed neurons that go to those kept, `(k, r)`."""
+    return [_merge(each, rule, order).fold(*split(order, count)) for each in consumers]
+
+
+def split(order: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    """Return the indices that are kept and those that are removed, both ascending."""
+    removed = torch.tensor(sorted(order[:count]), dtype=torch.long)
+    return removed_of(len(order), removed), removed
+
+
+def _merge(consumer: Consumer, rule: str, order: Sequence[int]) -> "_Pairs | _LeastSquares":
+    return _Pairs(consumer) if rule == "pairs" else _LeastSquares(consumer, order)
 
 
 def _residuals(second: Tensor) -> Tensor:
@@ -230,7 +212,7 @@ class _Pairs:
     """Merges each neuron into the kept one with the smallest residual."""
 
     def __init__(self, consumer: Consumer) -> None:
-        self.second = consumer.moments.cpu()
+        self.consumer, self.second = consumer, consumer.moments.cpu()
         self.residuals = _residuals(self.second)
         self.least = float(self.second.diagonal().max()) * _TINY
 
@@ -248,13 +230,14 @@ class _Pairs:
         fold[at, torch.arange(len(removed))] = scale
         return fold
 
-    def left(self, kept: Tensor, removed: Tensor) -> Tensor:
-        """Second moments of what is left of those removed, `(r, r)`."""
+    def error(self, kept: Tensor, removed: Tensor) -> float:
+        """Return the joint error where each neuron has one second moment."""
         at, scale = self._partners(kept, removed)
         partner, second = kept[at], self.second
         both = scale[:, None] * second[partner][:, removed]
         own = scale[:, None] * second[partner][:, partner] * scale
-        return second[removed][:, removed] - both - both.T + own
+        left = second[removed][:, removed] - both - both.T + own
+        return _error_of_one_tap(self.consumer, removed, left)
 
 
 class _LeastSquares:
@@ -262,6 +245,7 @@ class _LeastSquares:
 
     def __init__(self, consumer: Consumer, order: Sequence[int]) -> None:
         second = consumer.moments.cpu()
+        self.consumer = consumer
         self.order = torch.tensor(order[::-1])  # the last to be removed comes first
         second = second[self.order[:, None], self.order]
         jitter = 1e-10 if second.dtype is torch.float64 else 1e-6
@@ -279,11 +263,17 @@ class _LeastSquares:
         )
         return solved[self.order[:k].argsort()][:, self.order[k:].argsort()]
 
-    def left(self, kept: Tensor, removed: Tensor) -> Tensor:
-        """Second moments of what is left of those removed, `(r, r)`."""
-        k = len(kept)
-        root = self.factor[k:, k:][self.order[k:].argsort()]
-        return root @ root.T
+    def error(self, kept: Tensor, removed: Tensor) -> float:
+        """Return the joint error where each neuron has one second moment."""
+        return float(self._errors[len(kept)])
+
+    @cached_property
+    def _errors(self) -> Tensor:
+        """By the number of neurons kept: `V_R L_RR` is that many of the last columns of `V L`."""
+        weights = self.consumer.weights.to(self.factor)[..., self.order]
+        columns = (weights.flatten(0, 1) @ self.factor).double().square().sum(0)
+        shares = columns * weights.shape[1] / self.consumer.scale
+        return F.pad(shares.flip(0).cumsum(0).flip(0), (0, 1))
 
 
 def _add_to_diagonal(second: Tensor, amount: float) -> Tensor:

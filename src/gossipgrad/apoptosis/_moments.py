@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from gossipgrad.apoptosis._neurons import Neurons, weight_of
+from gossipgrad.apoptosis._neurons import Neurons, output_dim, weight_of
 
 __all__ = ["Moments", "Watch"]
 
-_ROWS = 2048  # used of one batch
+_ROWS = 256, 2048  # used of one batch: at least, at most, between them 4 for each neuron
 _AT_ONCE = 2048  # rows per multiplication
 _BLOCK = 1024  # entries whose products with others are kept in one tensor
 _FULL = 2048  # neurons times taps, up to which moments between taps are kept
@@ -145,6 +145,12 @@ class Watch:
         self.moments: dict[tuple[str, str], Moments] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._handles: list[RemovableHandle] = []
+        layers = [p for n in neurons for p in (*n.producers, *n.consumers, *n.companions)]
+        layers = [p for p in dict.fromkeys(layers) if _has_weight(model.get_submodule(p))]
+        self.positions = torch.zeros(len(layers), dtype=torch.float64)
+        self._layers = layers
+        for number, path in enumerate(layers):
+            self._count(model.get_submodule(path), number)
         for each in neurons:
             for path in each.consumers:
                 consumer = model.get_submodule(path)
@@ -164,6 +170,20 @@ class Watch:
             handle.remove()
         self._handles = []
         torch.compiler.reset()
+
+    def positions_by_layer(self) -> dict[str, float]:
+        """Return how many positions the outputs of layers have had."""
+        return dict(zip(self._layers, self.positions.tolist(), strict=True))
+
+    def _count(self, layer: nn.Module, number: int) -> None:
+        @torch.compiler.disable
+        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if module is layer and module.training:
+                is_transposed = isinstance(module, _ConvNd) and module.transposed
+                of, dim = (inputs[0], 0) if is_transposed else (output, output_dim(module))
+                self.positions[number] += of.numel() / weight_of(module).shape[dim]
+
+        self._handles.append(layer.register_forward_hook(count))
 
     def _hook(self, model: nn.Module, neurons: Neurons, path: str) -> None:
         key, consumer = (neurons.name, path), model.get_submodule(path)
@@ -192,6 +212,10 @@ class Watch:
             self._handles.append(dropout.register_forward_pre_hook(keep))
 
 
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
 def _rows_of(
     consumer: nn.Module, x: Tensor, output: Tensor, entries: Tensor, *, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -201,10 +225,14 @@ def _rows_of(
     if isinstance(consumer, _ConvNd):  # each position of its input is a row
         rank = consumer.weight.ndim - 2
         x, output = (each.movedim(-1 - rank, -1) for each in (x, output))
-    x, made = x.flatten(0, -2), output.flatten(0, -2)
-    stride, of_outputs = -(-len(x) // _ROWS), -(-len(made) // _ROWS)
+    x, made, most = x.flatten(0, -2), output.flatten(0, -2), _most_rows(entries)
+    stride, of_outputs = -(-len(x) // most), -(-len(made) // most)
     rows = x[seed % stride :: stride][:, entries.flatten()]
     return rows.unflatten(1, entries.shape).transpose(1, 2), made[seed % of_outputs :: of_outputs]
+
+
+def _most_rows(entries: Tensor) -> int:
+    return min(max(_ROWS[0], 4 * len(entries)), _ROWS[1])
 
 
 def _patches_of(
@@ -218,7 +246,9 @@ def _patches_of(
     x = F.pad(x, consumer._reversed_padding_repeated_twice, mode=mode)
     generator = torch.Generator().manual_seed(seed)
     positions = list(product(*(range(size) for size in output.shape[2:])))
-    chosen = torch.randperm(len(positions), generator=generator)[: max(1, _ROWS // len(x))]
+    chosen = torch.randperm(len(positions), generator=generator)[
+        : -(-_most_rows(entries) // len(x))
+    ]
     patches, made = [], []
     for index in chosen.tolist():
         window, of = x, output

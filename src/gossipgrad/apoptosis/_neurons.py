@@ -14,6 +14,7 @@ __all__ = [
     "bias_of",
     "input_dim",
     "is_layer",
+    "output_dim",
     "taps_of",
     "tensor_of",
     "weight_of",
@@ -215,6 +216,12 @@ def input_dim(layer: nn.Module) -> int:
     """Return the dimension of its weight that its inputs belong to."""
     is_first = isinstance(layer, _ConvTransposeNd) or hasattr(layer, "nf")  # Conv1D of transformers
     return 0 if is_first else 1
+
+
+def output_dim(layer: nn.Module) -> int:
+    """Return the dimension of its weight that its outputs belong to."""
+    is_second = isinstance(layer, _ConvTransposeNd | nn.Embedding) or hasattr(layer, "nf")
+    return 1 if is_second else 0
 
 
 def weight_of(layer: nn.Module) -> nn.Parameter:

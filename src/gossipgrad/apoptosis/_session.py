@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipgrad._messages import warn
 from gossipgrad.apoptosis._find import Found
-from gossipgrad.apoptosis._judge import judge
-from gossipgrad.apoptosis._moments import Watch
+from gossipgrad.apoptosis._judge import merging_of, options_of
+from gossipgrad.apoptosis._moments import Moments, Watch
 from gossipgrad.apoptosis._neurons import Neurons
 from gossipgrad.apoptosis._plan import ShrinkPlan
+from gossipgrad.apoptosis._planner import Work, counts_of, plan_counts, unit_of
 from gossipgrad.apoptosis._surgery import check_surgery, operate
 from gossipgrad.apoptosis._trial import Certificate, certify, evaluating, merged
 from gossipgrad.engine import Session
@@ -48,12 +49,12 @@ class ShrinkSettings:
     merge: str = "least-squares"
     schedule: Callable[[float], float] = cosine
     tolerance: float = 0.01
-    min_width: int = 8
+    round_to: int = 16
     at_most: float = 0.5
     start: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every", "events", "batches", "min_width"):
+        for name in ("every", "events", "batches", "round_to"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
@@ -183,7 +184,8 @@ class ShrinkSession:
                 by_producer.setdefault(path, []).append(each)
         for name, module in self._inner.named_modules():
             for each in by_producer.get(name, ()):
-                what = f"may shrink to {self._floor(each)}; read by {', '.join(each.consumers)}"
+                least = unit_of(each, self.settings.round_to)
+                what = f"may shrink to {least}; read by {', '.join(each.consumers)}"
                 if others := [path for path in each.producers if path != name]:
                     what += f"; with {', '.join(others)}"
                 rows.append((name or "(the model)", str(each.width), what))
@@ -241,7 +243,8 @@ class ShrinkSession:
             logger.warning("%d rows were not finite and are not measured", left_out)
         if self.replicas.world_size > 1:
             try:
-                self.replicas.mean_([t for each in moments.values() for t in each.tensors()])
+                sums = [t for each in moments.values() for t in each.tensors()]
+                self.replicas.mean_([*sums, watch.positions])
             except BaseException:
                 self._forget()  # some are sums of all ranks, some of this one
                 raise
@@ -256,7 +259,7 @@ class ShrinkSession:
             )
         if self.settings.merge == "least-squares":
             self._warn_of_few_samples()
-        due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)
+        due = self._due() if budget is None else budget * len(self.neurons)
         if self.replicas.world_size == 1:
             return self._plan(due)
         with self.replicas.consensus():  # one model on all ranks, as well as one sample
@@ -308,7 +311,7 @@ class ShrinkSession:
         Events do so automatically, `batches` steps ahead.
         """
         if self._watch is None and self.neurons:
-            self._watch = Watch(self._inner, self.neurons)
+            self._watch = Watch(self._inner, [n for n in self.neurons if self._counts(n)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state as plain values, to save with the weights; local."""
@@ -430,26 +433,38 @@ class ShrinkSession:
         before, after = losses.tolist()
         return before, after
 
-    def _plan(self, due: Mapping[str, float]) -> ShrinkPlan:
-        mergings = []
+    def _plan(self, due: float) -> ShrinkPlan:
         assert self._watch is not None
+        watch, rule, options = self._watch, self.settings.merge, []
         for each in self.neurons:
-            at_most, budget = self._at_most(each), due[each.name]
-            moments = {path: self._watch.moments[each.name, path] for path in each.consumers}
+            counts = self._counts(each)
+            moments = self._moments_of(each) if counts else {}
             has_seen = all(held.count * held.ranks >= 2 for held in moments.values())
-            if at_most < 1 or budget <= 0 or not has_seen:
-                continue  # a layer that saw no batch only sits out
-            merging = judge(
-                self._inner,
-                each,
-                moments,
-                rule=self.settings.merge,
-                budget=budget,
-                at_most=at_most,
+            if counts and has_seen and due > 0:  # a layer that saw no batch only sits out
+                options.append(options_of(self._inner, each, moments, rule=rule, counts=counts))
+        positions = watch.positions_by_layer()
+        work = Work(self._inner, self.neurons, positions, self.settings.round_to)
+        chosen = plan_counts(options, work, due)
+        return ShrinkPlan(
+            tuple(
+                merging_of(
+                    self._inner,
+                    each,
+                    chosen[each.neurons.name],
+                    self._moments_of(each.neurons),
+                    rule=rule,
+                )
+                for each in options
+                if each.neurons.name in chosen
             )
-            if len(merging.kept) < merging.width:
-                mergings.append(merging)
-        return ShrinkPlan(tuple(mergings))
+        )
+
+    def _moments_of(self, each: Neurons) -> dict[str, Moments]:
+        assert self._watch is not None
+        return {path: self._watch.moments[each.name, path] for path in each.consumers}
+
+    def _counts(self, each: Neurons) -> list[int]:
+        return counts_of(each, self.settings.round_to, self.settings.at_most)
 
     def _warn_of_few_samples(self) -> None:
         assert self._watch is not None
@@ -463,21 +478,12 @@ class ShrinkSession:
                     'or merge="pairs"'
                 )
 
-    def _due(self) -> dict[str, float]:
-        """Return the unspent budget of the schedule by layer."""
+    def _due(self) -> float:
+        """Return the unspent budget of the schedule, of all layers together."""
         course, settings = self._course, self.settings
-        so_far = settings.budget * settings.schedule(min(1.0, self._done / settings.events))
-        left = {name: settings.budget - course.spent.get(name, 0.0) for name in self.widths()}
-        return {
-            name: min(course.rate * (so_far - course.spent.get(name, 0.0)), left[name])
-            for name in left
-        }
-
-    def _floor(self, each: Neurons) -> int:
-        return min(-(-self.settings.min_width // each.outputs), each.width)
-
-    def _at_most(self, each: Neurons) -> int:
-        return min(int(self.settings.at_most * each.width), each.width - self._floor(each))
+        spent, whole = sum(course.spent.values()), settings.budget * len(self.neurons)
+        so_far = whole * settings.schedule(min(1.0, self._done / settings.events))
+        return min(course.rate * (so_far - spent), whole - spent)
 
     def _forget(self) -> None:
         if self._watch is not None:
