@@ -62,7 +62,10 @@ def power_step(
     if is_sorted:
         product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
     if on_host:
-        return torch.linalg.qr(product)[0], order
+        basis = torch.empty_like(product)
+        for into, each in zip(basis, product, strict=True):  # torch turns no stack by blocks
+            into.copy_(torch.linalg.householder_product(*torch.geqrf(each)))
+        return basis, order
     shift = 8 * torch.finfo(product.dtype).eps * product.shape[-1]
     for added in (shift, shift, 0.0):
         product = product / torch.linalg.vector_norm(product, dim=-2, keepdim=True)
