@@ -177,6 +177,22 @@ def test_the_state_of_another_optimizer_is_refused():
         optimizer.load_state_dict(adamw.state_dict())
 
 
+@each
+def test_a_state_that_does_not_fit_changes_nothing(cls):
+    model = net()
+    optimizer = cls(model, refresh=gg.Refresh(4, 3))
+    train(model, optimizer, range(6))
+    twin, other = copy.deepcopy((model, optimizer))
+    state = copy.deepcopy(optimizer.state_dict())
+    last = max(index for index, values in state["state"].items() if "left.0" in values)
+    del state["state"][last]["left.0"]
+    with pytest.raises(ValueError, match=r"left\.0"):
+        optimizer.load_state_dict(state)
+    assert equal(train(model, optimizer, range(6, 16)), train(twin, other, range(6, 16)))
+    optimizer.close()
+    other.close()
+
+
 # -- as torch's optimizers are ---------------------------------------------------------------------
 
 
@@ -257,6 +273,45 @@ def test_parameters_without_gradient_stay_and_join_later(cls):
     twin.load_state_dict(model.state_dict())
     assert equal(train(model, optimizer, range(20, 26)), train(twin, other, range(20, 26)))
     cls(net()).step()
+
+
+@each
+def test_vectors_may_be_trained_before_any_matrix(cls):
+    model = net()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    for p in matrices:
+        p.requires_grad_(False)
+    optimizer = cls(model)
+    before = train(model, optimizer, range(2))
+    for p in matrices:
+        p.requires_grad_(True)
+    after = train(model, optimizer, range(2, 5))
+    assert not any(map(torch.equal, before, after))
+
+
+@each
+@pytest.mark.parametrize("storage", [None, gg.Tiers()])
+def test_parameters_for_whose_state_memory_did_not_suffice_are_trained_later(
+    cls, storage, monkeypatch
+):
+    model = net()
+    optimizer = cls(model, storage=storage)
+    allocated = []
+
+    def scarce(*args, real=torch.eye, **options):
+        allocated.append(real(*args, **options))
+        if len(allocated) == 5:
+            raise MemoryError
+        return allocated[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "eye", scarce)
+        with pytest.raises(MemoryError):
+            train(model, optimizer, range(1))
+    before = [p.detach().clone() for p in model.parameters()]
+    after = train(model, optimizer, range(4))
+    assert not any(map(torch.equal, before, after))
+    assert all(p.isfinite().all() for p in after)
 
 
 @each

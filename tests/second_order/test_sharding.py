@@ -1,5 +1,7 @@
 """State that one rank has alone: equal bits, a p-th of the memory, and checkpoints."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gossipgrad as gg
+from gossipgrad.errors import GossipError
 from support.processes import run_processes
 
 KINDS = (gg.SOAP, gg.KLShampoo, gg.Shampoo)
@@ -78,6 +81,34 @@ def test_sharded_runs_are_those_of_whole_state_bit_for_bit(world_size, tmp_path)
         of_ranks = [each[run][2] for each in shards]
         assert sum(of_ranks) == whole[0][run][2]
         assert max(of_ranks) < 0.75 * whole[0][run][2]
+
+
+def _few_main(rank, store):
+    """One matrix on two ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = gg.SOAP(model, lr=3e-3)
+    sharding = gg.share_roots(optimizer, shard=True)
+    for shard in (False, True):
+        with pytest.raises(GossipError, match="shared already"):
+            gg.share_roots(optimizer, shard=shard)
+    replica = nn.parallel.DistributedDataParallel(model)
+    for step in range(5):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+        optimizer.zero_grad()
+        replica(x).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(GossipError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    assert sharding.owners == [0]
+    assert (state_bytes(optimizer) > 0) == (rank == 0)
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.process
+def test_a_rank_without_a_unit_follows():
+    first, second = run_processes(2, _few_main)
+    assert first == second
 
 
 def _fsdp_main(rank, store, folder):

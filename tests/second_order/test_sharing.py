@@ -1,5 +1,6 @@
 """Roots computed by one rank and used by all: equal bits, a p-th of the work, and late ranks."""
 
+import copy
 import threading
 from contextlib import nullcontext
 
@@ -167,6 +168,54 @@ def test_ranks_that_are_gone_are_not_waited_for():
             return sharing.stats.alone
 
     assert on_ranks(2, rank_main)[0] > 10
+
+
+def test_with_the_state_of_an_earlier_step_roots_are_shared_as_before():
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Refresh(2, 1))
+        with share_roots(optimizer, patience_seconds=HANG_SECONDS, **links) as sharing:
+            train(model, optimizer, 3, group=group)
+            state = copy.deepcopy(optimizer.state_dict())
+            train(model, optimizer, 12, group=group)
+            optimizer.load_state_dict(state)
+            train(model, optimizer, 6, group=group)
+            optimizer.state_dict()
+            group.barrier()
+            return weights(model), sharing.stats.alone
+
+    (first, alone), (second, others) = on_ranks(2, rank_main)
+    assert torch.equal(first, second)
+    assert alone == others == 0
+
+
+def test_a_root_of_other_parameters_is_not_used():
+    """A layer that has its gradients late on one rank is another unit there."""
+
+    def rank_main(rank, group, links, shares=True):
+        with SEEDING:
+            torch.manual_seed(0)
+            layers = [nn.Linear(600, 600) for _ in range(2)]  # a unit each
+        optimizer = Shampoo(nn.Sequential(*layers), refresh=Refresh(2))
+        order = layers[::-1] if rank else layers
+        with share_roots(optimizer, patience_seconds=0.3, **links) if shares else nullcontext():
+            for step in range(4):
+                for layer in order[: step + 1]:
+                    generator = torch.Generator().manual_seed(2 * step + layers.index(layer))
+                    layer.weight.grad = torch.randn(600, 600, generator=generator)
+                optimizer.step()
+            return [layer.weight.detach().clone() for layer in layers]
+
+    found = on_ranks(2, rank_main)[1]
+    assert all(map(torch.equal, found, rank_main(1, None, {}, shares=False)))
+
+
+def test_roots_are_shared_once():
+    def rank_main(rank, group, links):
+        _, optimizer = build(SOAP, Refresh())
+        with share_roots(optimizer, **links), pytest.raises(gg.GossipError, match="once"):
+            share_roots(optimizer, **links)
+
+    on_ranks(2, rank_main)
 
 
 def test_a_patience_that_cannot_be_is_refused():

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -200,7 +201,8 @@ class SecondOrder(MatrixOptimizer):
                 self.adamw(group, parameters, self.gradients(parameters, finite), finite)
         updated = {p for parameters in held for p in parameters}
         mine = [unit for unit in self._units if self._is_mine(unit)]
-        for unit, following in zip(mine, [*mine[1:], None], strict=True):
+        for unit, following in pairwise([*mine, None]):
+            assert unit is not None
             if self._host_roots is not None and following is not None:
                 self._host_roots.fetch(following)
             self._step_unit(unit, self.param_groups[unit.group], updated, finite)
@@ -210,7 +212,8 @@ class SecondOrder(MatrixOptimizer):
             self.sharding.broadcast(self._units)
         for unit in self._units:
             unit.step += 1
-        torch._foreach_add_([self.state[p]["step"] for p in self._cohorts], 1)
+        for parameter in self._cohorts:
+            self.state[parameter]["step"] += 1
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,10 +228,16 @@ class SecondOrder(MatrixOptimizer):
         """See `torch.optim.Optimizer.load_state_dict`; running jobs are dropped.
 
         Raises:
-            ValueError: It is the state of another kind of optimizer, or of other parameters.
+            ValueError: It is the state of another kind of optimizer, or of other parameters. The
+                optimizer keeps what it has.
         """
-        super().load_state_dict(state_dict)
-        self.take_state()
+        before = self.__dict__.copy()
+        try:
+            super().load_state_dict(state_dict)
+            self.take_state()
+        except BaseException:
+            self.__dict__ |= before
+            raise
 
     def state_to_average(self) -> Iterator[Averaged]:
         """Return the state that `gg.gossip(payload="weights+state")` averages.
@@ -281,6 +290,11 @@ class SecondOrder(MatrixOptimizer):
             self.refresher.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.sharding is not None:
+            raise GossipError(
+                "an optimizer with sharded state cannot be copied or pickled: save its "
+                "state_dict(), and load it into one that gg.share_roots() shards, too"
+            )
         with self.filled_state():
             state = defaultdict(dict, {p: dict(each) for p, each in self.state.items()})
         kept = {name: getattr(self, name) for name in ("refresh", "root_dtype", "storage")}
@@ -355,8 +369,6 @@ class SecondOrder(MatrixOptimizer):
         self._cohorts: dict[nn.Parameter, int] = {}
         self._nonfinite: LateCount | None = None
         self._host_roots = None if self.storage is None else HostRoots()
-        if self.sharding is not None:
-            self.sharding.begin()
 
     def _is_mine(self, unit: Unit) -> bool:
         return self.sharding is None or unit.owner == self.sharding.rank
@@ -379,18 +391,19 @@ class SecondOrder(MatrixOptimizer):
     ) -> list[Unit]:
         units = self._make_units(parameters, cohort)
         if self.sharding is not None:
-            self.sharding.assign(units)
-        for some in parameters.values():
-            for parameter in some:
-                self._cohorts[parameter] = cohort
-                self.state[parameter] = {
-                    "step": torch.tensor(0.0, device="cpu"),
-                    "cohort": torch.tensor(cohort, device="cpu"),
-                }
+            self.sharding.assign(units, self._units)
+        new = [parameter for some in parameters.values() for parameter in some]
+        for parameter in new:
+            self.state[parameter] = {
+                "step": torch.tensor(0.0, device="cpu"),
+                "cohort": torch.tensor(cohort, device="cpu"),
+            }
         for unit in units:
             if self._is_mine(unit):
                 self._allocate(unit)
+        # Last: where memory does not suffice, a later step begins with these parameters again.
         self._units += units
+        self._cohorts |= dict.fromkeys(new, cohort)
         if self._host_roots is not None:
             self._host_roots.watch([unit for unit in self._units if self._is_mine(unit)][:1])
         return units
@@ -401,12 +414,10 @@ class SecondOrder(MatrixOptimizer):
         for name, shape in self.shapes(unit).items():
             unit.tensors[name] = torch.zeros(count, *shape, dtype=unit.dtype, device=unit.device)
         for name, size in zip(self.roots, unit.shape, strict=True):
-            dtype = self.root_dtype or unit.dtype
-            root = torch.zeros(count, size, size, dtype=dtype, device=unit.device)
-            root.diagonal(dim1=1, dim2=2).fill_(1.0)
-            if self._host_roots is not None:
-                root = self._host_roots.add(unit, root)
-            unit.tensors[name] = root
+            root = torch.eye(size, dtype=self.root_dtype or unit.dtype, device=unit.device)
+            unit.tensors[name] = root.repeat(count, 1, 1)
+        if self._host_roots is not None:
+            unit.tensors |= self._host_roots.hold(unit, self.roots)
         for name, stack in unit.tensors.items():
             for block, view in zip(unit.blocks, stack, strict=True):
                 self.state[block.parameter][f"{name}.{block.number}"] = view

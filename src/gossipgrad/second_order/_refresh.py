@@ -124,7 +124,7 @@ class Ready(NamedTuple):
 
 
 Job = Future[Ready]
-Share = Callable[[int, int, Callable[[], Job]], Job]
+Share = Callable[[int, Callable[[], Job]], Job]
 
 
 class Refresher:
@@ -159,7 +159,7 @@ class Refresher:
         else:
             copies = self._copies(work, copy=True)
             run = partial(self._workers().submit, self._on_host, *copies, unit, step)
-        return run() if self.share is None or is_first else self.share(unit, step, run)
+        return run() if self.share is None or is_first else self.share(unit, run)
 
     def finish(self, job: Job, device: torch.device) -> Value:
         """Return a job's value on a device; wait for it if it is not there."""
@@ -242,7 +242,7 @@ class Refresher:
         except Exception as error:  # LAPACK's, or of memory; the step continues with the old ones
             self._error = error
             new, orders = torch.full_like(old, torch.nan), [order]
-        is_good = new.isfinite().flatten(1).all(1)
+        is_good = new.sum((1, 2)).isfinite()
         # Contiguous: products are then those of a received copy, bit for bit.
         new = torch.where(is_good[:, None, None], new, old).to(work.old.dtype).contiguous()
         failed = (~is_good).sum()
@@ -252,14 +252,14 @@ class Refresher:
 
     def _look_at_failures(self) -> None:
         failed = self._on_host_failed + sum(late.read() for _, late in self._sides.values())
-        if failed and not self.stats.failed:
+        before, self.stats.failed = self.stats.failed, failed
+        if failed and not before:
             because = f": {self._error}" if self._error is not None else ", they were not finite"
             warn(
                 f"roots of {failed} blocks failed{because}. The blocks keep their old ones and are "
                 "tried again. This is said once; optimizer.refresh_stats.failed counts. If it "
                 "stays, give more damping, or another root_method"
             )
-        self.stats.failed = failed
 
 
 def phases_of(costs: Sequence[float], every: int) -> list[int]:

@@ -1,5 +1,6 @@
 """State and update of each unit on one rank, for replicas that are equal."""
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ class Sharding:
 
     Attributes:
         rank: This rank in the process group.
-        owners: The rank that has the state of each unit so far.
     """
 
     def __init__(self, optimizer: "SecondOrder", group: dist.ProcessGroup | None) -> None:
@@ -33,16 +33,16 @@ class Sharding:
                 "shard=True needs torch.distributed: call init_process_group() first, or leave it "
                 "out on a single process"
             )
-        if optimizer.state:
+        if optimizer.state or optimizer.refresher.share is not None:
             raise GossipError(
-                "shard=True comes before the first step and before load_state_dict(): call "
-                "gg.share_roots(optimizer, shard=True) right after the optimizer is made"
+                "shard=True comes before the first step and load_state_dict(), and in place of "
+                "other sharing: call gg.share_roots(optimizer, shard=True) right after the "
+                "optimizer is made"
             )
-        self._group = group
+        self._group, self._optimizer = group, weakref.ref(optimizer)
         self.rank = dist.get_rank(group)
-        self.begin()
         described = f"{type(optimizer).__name__} of {[u.shape for u in optimizer.plan()]}"
-        said: list[str] = [""] * len(self._loads)
+        said: list[str] = [""] * dist.get_world_size(group)
         dist.all_gather_object(said, f"{described}, {optimizer.refresh}", group=group)
         if len(set(said)) > 1:
             other = next(rank for rank, each in enumerate(said) if each != said[0])
@@ -52,17 +52,22 @@ class Sharding:
             )
         optimizer.sharding = self
 
-    def begin(self) -> None:
-        """Forget the owners, before units are created."""
-        self.owners: list[int] = []
-        self._loads = [0.0] * dist.get_world_size(self._group)
+    @property
+    def owners(self) -> list[int]:
+        """The rank that has the state of each unit so far."""
+        optimizer = self._optimizer()
+        units = [] if optimizer is None else optimizer.plan()
+        return [unit.owner for unit in units if unit.owner is not None]
 
-    def assign(self, units: Sequence[Unit]) -> None:
-        """Choose the owners of new units, the same on all ranks."""
-        owners = distribute([sum(unit.costs) for unit in units], self._loads)
+    def assign(self, units: Sequence[Unit], held: Sequence[Unit]) -> None:
+        """Choose the owners of new units beside those held so far, the same on all ranks."""
+        loads = [0.0] * dist.get_world_size(self._group)
+        for unit in held:
+            assert unit.owner is not None
+            loads[unit.owner] += sum(unit.costs)
+        owners = distribute([sum(unit.costs) for unit in units], loads)
         for unit, owner in zip(units, owners, strict=True):
             unit.owner = owner
-        self.owners += owners
 
     def broadcast(self, units: Sequence[Unit]) -> None:
         """Send the weights of this rank's units to all ranks, and receive theirs."""

@@ -26,8 +26,9 @@ from gossipgrad.comm import (
     resolve_group,
     resolve_transport,
 )
-from gossipgrad.errors import AgreementError
-from gossipgrad.second_order._optimizer import SecondOrder
+from gossipgrad.errors import AgreementError, GossipError
+from gossipgrad.second_order._blocks import Unit
+from gossipgrad.second_order._optimizer import FACTORS, SecondOrder
 from gossipgrad.second_order._refresh import Job, Ready, Value
 from gossipgrad.second_order._sharding import Sharding, distribute
 
@@ -87,8 +88,8 @@ def share_roots(
     Raises:
         ValueError: For invalid settings, or another optimizer.
         AgreementError: The ranks' optimizers or settings differ.
-        GossipError: A rank is missing after the timeout; or the optimizer has already made a step,
-            with `shard=True`.
+        GossipError: A rank is missing after the timeout; the optimizer's roots are shared already;
+            or it has made a step, with `shard=True`.
 
     References:
         Asteria, arXiv:2605.16184, which exchanges a block only when it is due. Deviations: (1) one
@@ -103,6 +104,11 @@ def share_roots(
     if not 0 < patience_seconds < math.inf:
         raise ValueError(f"patience_seconds must be above 0 and finite, got {patience_seconds}")
     check_timeout(start_timeout_seconds)
+    if optimizer.sharding is not None or (optimizer.refresher.share is not None and not shard):
+        raise GossipError(
+            "the optimizer's roots are shared already: call share_roots() once, or close() what it "
+            "returned before"
+        )
     if shard:
         if isinstance(process_group, Group):
             raise ValueError(
@@ -144,7 +150,7 @@ class _Awaited:
     """A root expected from its owner."""
 
     unit: int
-    step: int
+    version: int
     run: Run
     job: Job
     deadline: float
@@ -164,8 +170,10 @@ class RootSharing:
         self.stats = ShareStats()
         self._optimizer, self._group = weakref.ref(optimizer), group
         self._patience = patience_seconds
-        units = range(2 * len(optimizer.plan()))
+        self._planned = [_names(unit) for unit in optimizer.plan() for _ in FACTORS]
+        units = range(len(self._planned))
         self._specs = [optimizer.root_parts(unit) for unit in units]
+        self._versions = [0] * len(units)
         costs = [math.prod(parts[0][0]) * float(parts[0][0][-1]) for parts in self._specs]
         self._owners = distribute(costs, [0.0] * group.world_size)
         described = f"{type(optimizer).__name__} with roots {self._specs}, {optimizer.refresh}"
@@ -186,7 +194,7 @@ class RootSharing:
         self._lock = threading.Lock()
         self._awaited: dict[int, _Awaited] = {}
         self._to_send: list[tuple[int, int, Ready]] = []
-        self._late: dict[int, int] = {}  # by rank, the step of its late root
+        self._late: dict[int, int] = {}  # by rank, the version of its late root
         self._is_closed = False
         group.barrier()  # all ranks have a mailbox before the first mail arrives
         self._thread = threading.Thread(
@@ -200,21 +208,26 @@ class RootSharing:
         """The rank that computes the roots of each unit."""
         return list(self._owners)
 
-    def submit(self, unit: int, step: int, run: Run) -> Job:
+    def submit(self, unit: int, run: Run) -> Job:
         """Return the job of a unit's root, of any rank; called by the optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        is_planned = unit < len(self._specs) and self._specs[unit] == optimizer.root_parts(unit)
+        is_planned = unit < len(self._planned) and self._planned[unit] == _names(
+            optimizer.plan()[unit // 2]
+        )
         if self._is_closed or not is_planned:
             return self._compute(run)
+        # Not the step: with the state of an earlier one, versions would come a second time.
+        version = self._versions[unit]
+        self._versions[unit] += 1
         if self._owners[unit] == self._group.rank:
             job = self._compute(run)
-            job.add_done_callback(lambda done: self._send_later(unit, step, done))
+            job.add_done_callback(lambda done: self._send_later(unit, version, done))
             return job
         if self._is_late(unit):
             self.stats.alone += 1
             return self._compute(run)
-        awaited = _Awaited(unit, step, run, Future(), time.monotonic() + self._patience)
+        awaited = _Awaited(unit, version, run, Future(), time.monotonic() + self._patience)
         with self._lock:
             self._awaited[unit] = awaited
         return awaited.job
@@ -259,31 +272,31 @@ class RootSharing:
         self.stats.computed += 1
         return run()
 
-    def _send_later(self, unit: int, step: int, job: Job) -> None:
+    def _send_later(self, unit: int, version: int, job: Job) -> None:
         """Let the listening thread send a root: it may have to wait for a device."""
         if not job.cancelled() and job.exception() is None:
-            self._to_send.append((unit, step, job.result()))
+            self._to_send.append((unit, version, job.result()))
 
     def _turn(self) -> None:
         """Send what is ready, receive briefly, and complete roots that have arrived."""
         while self._to_send:
-            unit, step, ready = self._to_send.pop(0)
+            unit, version, ready = self._to_send.pop(0)
             if ready.mark is not None:
                 ready.mark.synchronize()
             values, peers = _encode(ready.value), self._peers - self._channel.gone.keys()
-            self._box.publish(unit, values, version=step, peers=peers)
+            self._box.publish(unit, values, version=version, peers=peers)
             self.stats.sent_bytes += values.nbytes * len(peers)
         self._channel.poll(_LISTEN_SECONDS)
         gone, now = self._channel.gone, time.monotonic()
         for awaited in [*self._awaited.values()]:
-            mail = self._box.take(awaited.unit, awaited.step)
+            mail = self._box.take(awaited.unit, awaited.version)
             if mail is not None and self._forget(awaited):
                 self.stats.received += 1
                 value = _decode(mail.values, self._specs[awaited.unit])
                 _complete(awaited.job, Ready(value))
             elif (source := self._owners[awaited.unit]) in gone or now > awaited.deadline:
                 if source not in gone:
-                    self._late.setdefault(source, awaited.step)
+                    self._late.setdefault(source, awaited.version)
                 self._go_alone(awaited)
 
     def _go_alone(self, awaited: _Awaited) -> None:
@@ -301,6 +314,11 @@ class RootSharing:
                 return False
             del self._awaited[awaited.unit]
             return True
+
+
+def _names(unit: Unit) -> list[tuple[int, str]]:
+    """Return what a unit's blocks are called in this process."""
+    return [(id(block.parameter), block.number) for block in unit.blocks]
 
 
 def _listen(reference: "weakref.ref[RootSharing]") -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._streams import SideStream
+from gossipgrad.second_order._streams import SideStream, to_host
 
 __all__ = ["HostRoots", "Tiers"]
 
@@ -48,11 +48,11 @@ class HostRoots:
         self._sides: dict[torch.device, SideStream] = {}
         self._hooks: list[Any] = []
 
-    def add(self, unit: Unit, root: Tensor) -> Tensor:
-        """Keep a root of a unit; return the tensor in host memory, which may be written."""
-        host = torch.empty_like(root, device="cpu", pin_memory=root.device.type != "cpu")
-        self._kept.setdefault(unit.index, []).append(host.copy_(root))
-        return host
+    def hold(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
+        """Keep these tensors of a unit; return them in host memory, where they may be written."""
+        held = {name: to_host(unit.tensors[name], copy=True) for name in names}
+        self._kept[unit.index] = list(held.values())
+        return held
 
     def fetch(self, unit: Unit) -> None:
         """Begin to copy a unit's roots to its device."""
