@@ -46,6 +46,7 @@ from gossipgrad.comm._ranks import check_ranks as check_ranks
 from gossipgrad.comm._ranks import check_timeout as check_timeout
 from gossipgrad.comm._ranks import has_peers as has_peers
 from gossipgrad.comm._ranks import resolve_group as resolve_group
+from gossipgrad.comm._ranks import resolve_island as resolve_island
 from gossipgrad.comm._ranks import resolve_optimizers as resolve_optimizers
 from gossipgrad.comm._rendezvous import named as named
 from gossipgrad.comm._replica_state import all_parameters as all_parameters

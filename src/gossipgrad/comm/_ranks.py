@@ -11,7 +11,14 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["check_ranks", "check_timeout", "has_peers", "resolve_group", "resolve_optimizers"]
+__all__ = [
+    "check_ranks",
+    "check_timeout",
+    "has_peers",
+    "resolve_group",
+    "resolve_island",
+    "resolve_optimizers",
+]
 
 
 def has_peers() -> bool:
@@ -37,6 +44,40 @@ def check_ranks(process_group: object, mesh: object) -> None:
             "process_group must be one of torch.distributed, such as dist.group.WORLD, or a "
             f"gossipgrad.Group, got {process_group!r}"
         )
+
+
+def resolve_island(
+    island: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup | None:
+    """Return the ranks that share a replica, None if each has its own; local.
+
+    A mesh of several axes, such as `mesh["shard", "tensor"]`, is all of its ranks.
+
+    Raises:
+        ValueError: It is none, or has several ranks of the mesh between islands.
+    """
+    if island is None:
+        return None
+    if isinstance(island, DeviceMesh):
+        island = (island if island.ndim == 1 else island._flatten()).get_group()
+    if not isinstance(island, dist.ProcessGroup):
+        raise ValueError(
+            "island must be the axis of a DeviceMesh inside a replica, such as mesh['node'], or "
+            f"a process group, got {island!r}"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            "island= are the ranks that share a replica: also give the axis between islands, "
+            "such as mesh=mesh['gossip']"
+        )
+    own = {*dist.get_process_group_ranks(island)}
+    both = own.intersection(dist.get_process_group_ranks(mesh.get_group()))
+    if len(both) != 1:
+        raise ValueError(
+            f"ranks {sorted(both)} are both in this island and in mesh=, and only this rank should "
+            "be: give two axes of one mesh, such as mesh=mesh['gossip'], island=mesh['node']"
+        )
+    return island if len(own) > 1 else None
 
 
 def resolve_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -15,6 +15,7 @@ from gossipgrad.comm import (
     check_timeout,
     fitting_bucket_bytes,
     resolve_group,
+    resolve_island,
     resolve_optimizers,
     resolve_transport,
     trained_parameters,
@@ -26,7 +27,7 @@ from gossipgrad.decentralized._options import (
     with_options,
 )
 from gossipgrad.decentralized._session import GossipSession
-from gossipgrad.engine import Replica, check_replica
+from gossipgrad.engine import Island, Replica, check_replica
 
 __all__ = ["gossip"]
 
@@ -40,6 +41,7 @@ def gossip(
     *,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
+    island: DeviceMesh | dist.ProcessGroup | None = None,
     transport: str | TransportFactory = "tcp",
     start_timeout_seconds: float = 30.0,
     **options: Unpack[GossipOptions],
@@ -85,6 +87,11 @@ def gossip(
         mesh: A one-dimensional mesh whose ranks take part, instead of `process_group`. With FSDP2
             inside a replica, the axis between replicas: each rank mixes its shards with the same
             shards of its partner's replica, and distances are of these shards only.
+        island: The ranks that share a replica, such as those of one node: another axis of the mesh.
+            Whole replicas stay equal bit for bit inside it, and each rank exchanges its share of
+            every message. Gradients are averaged inside by DistributedDataParallel over the
+            island, FSDP2 or another means of torch; of a bare model by the session. If a rank of it
+            dies, the whole island has to end.
         wire_dtype: Type on the wire, for example `torch.bfloat16` to halve the bytes. The mean over
             ranks is still kept.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
@@ -130,14 +137,19 @@ def gossip(
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
+    inside = resolve_island(island, mesh)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
+    shared: Island | None = None
     try:
         resolve_transport(transport)
         if chosen.bucket_bytes is None:
             parameters = trained_parameters(model, optimizers).values()
             bucket_bytes = fitting_bucket_bytes(parameters, chosen.wire_dtype)
             chosen = replace(chosen, bucket_bytes=bucket_bytes)
-        settings = resolve_settings(group.world_size, chosen)
+        size = 1 if inside is None else inside.size()
+        settings = resolve_settings(group.world_size, chosen, island=size)
+        if inside is not None:
+            shared = Island(inside, start_timeout_seconds=start_timeout_seconds)
         with group.limit(start_timeout_seconds):
             return GossipSession(
                 Replica(model, optimizers, door="gossip"),
@@ -147,7 +159,10 @@ def gossip(
                 scaler=chosen.scaler,
                 recorder=chosen.recorder,
                 heartbeats=chosen.heartbeats,
+                island=shared,
             )
     except BaseException:
+        if shared is not None:
+            shared.close()
         group.close()
         raise

@@ -144,10 +144,23 @@ def with_options(function: F) -> F:
     return function
 
 
-def resolve_settings(world_size: int, options: CheckedOptions) -> GossipSettings:
-    """Return the settings of a run that starts with `world_size` ranks; warn of unused options."""
+def resolve_settings(
+    world_size: int, options: CheckedOptions, *, island: int = 1
+) -> GossipSettings:
+    """Return the settings of a run that starts with `world_size` ranks; warn of unused options.
+
+    `island` is the number of ranks that share a replica.
+
+    Raises:
+        ValueError: The payload has gradients, and islands exchange none.
+    """
     resolved_mode = resolve_mode(options.mode)
     resolved_payload = resolve_payload(options.payload, resolved_mode)
+    if island > 1 and isinstance(resolved_payload, Gradients | GradientsAndWeights):
+        raise ValueError(
+            f"payload {resolved_payload} with island=: gradients are averaged inside an island, "
+            "and weights are exchanged between islands. Use payload='weights'"
+        )
     if isinstance(resolved_payload, Gradients):
         warn(
             "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
@@ -170,6 +183,7 @@ def resolve_settings(world_size: int, options: CheckedOptions) -> GossipSettings
         exchanges=int(options.exchanges),
         compress=compressor,
         outer=optimizer,
+        island=island,
         seed=int(options.seed) if masked else 0,
     )
 

@@ -66,6 +66,7 @@ class GossipSession(Session):
     def _make_flows(self) -> list[Flow]:
         """Create flows of weights, then optimizer state and gradients if the payload has them."""
         of, replica = self.settings, self.replica
+        share = None if self._island is None else self._island.share
         assert isinstance(of, GossipSettings)
         if not replica.trained:
             raise ValueError(
@@ -82,6 +83,7 @@ class GossipSession(Session):
             in_consensus=True,
             mask=of.compress,
             seed=of.seed,
+            share=share,
         )
         if isinstance(of.payload, WeightsAndState):
             kept: set[str] = set()
@@ -97,7 +99,8 @@ class GossipSession(Session):
                     f"payload {of.payload} sends weights alone: no optimizer keeps the state that "
                     "it names (SGD with momentum=0 keeps none). Use payload='weights'"
                 )
-            flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
+            every = of.payload.every
+            flows += Flow.deal("state", phase, state, of, behind=flows, every=every, share=share)
         if not travels(of.payload, "exp_avg") and any(
             isinstance(optimizer, GossipAdamW) for optimizer in replica.optimizers
         ):

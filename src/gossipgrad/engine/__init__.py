@@ -6,6 +6,7 @@ from gossipgrad.engine._claims import Claim as Claim
 from gossipgrad.engine._flow import Bucket as Bucket
 from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase
+from gossipgrad.engine._island import Island as Island
 from gossipgrad.engine._joiner import Joiner as Joiner
 from gossipgrad.engine._modes import Mode as Mode
 from gossipgrad.engine._modes import Overlap as Overlap

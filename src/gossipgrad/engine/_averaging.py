@@ -5,11 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gossipgrad._messages import first_line
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -19,7 +21,8 @@ from gossipgrad.comm import (
     statistics,
     widened,
 )
-from gossipgrad.engine._flow import Bucket, Delta, Flow, Phase
+from gossipgrad.engine._flow import Bucket, Delta, Flow, Phase, SlicedBucket
+from gossipgrad.engine._island import Island
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
@@ -27,6 +30,7 @@ from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
 __all__ = ["Averaging", "own_work"]
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +96,21 @@ class Averaging:
     All ranks means all living ranks. When a rank is lost before a collective, the others meet
     again without it; when it is lost in the middle, they get an error, and may call again.
 
+    The ranks of an island are each in a group with those of their number in other islands:
+
+    1. Rank 1 of island C dies in the middle of an average. The ranks 1 of A and B get an error.
+    2. The ranks 0 of A and B had ended theirs, as rank 0 of C died a moment later.
+    3. If only the ranks 1 raised, the islands A and B would have unequal ranks.
+
+    So a rank whose collective fails takes its own value instead, and before a call ends, the ranks
+    of an island ask each other: all raise, or none.
+
     Args:
         group: Runs the collectives.
         model: The model, for its running statistics.
         members: The current generation's members.
         rounds: The rounds to align; None if there are no partners.
+        island: The ranks that share this replica, None for this one alone.
 
     Attributes:
         last_distance: The last computed consensus distance, None before the first.
@@ -111,7 +125,11 @@ class Averaging:
         model: nn.Module,
         members: Members,
         rounds: Rounds | None,
+        island: Island | None = None,
     ) -> None:
+        self._island = island
+        self._failed: GossipError | None = None  # of this rank, in a call of its island
+        self._agreed: GossipError | None = None  # which all ranks of the island raise
         self.last_distance: float | None = None
         self.averages = 0
         self.averaged_bytes = 0
@@ -136,9 +154,24 @@ class Averaging:
             EvictedError: If the others have declared this rank dead.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
-        rounds = self._rounds
+        rounds, island = self._rounds, self._island
         if rounds is None:
             return True
+        if island is None:
+            return self._enter(rounds, kind, changed)
+        try:
+            entered = self._enter(rounds, kind, changed)
+        except GossipError as error:
+            island.agree([first_line(error), 0])
+            raise
+        answers = island.agree([None, rounds.next_round])
+        rounds.next_round = max(next_round for _, next_round in answers)
+        for index, (why, _) in enumerate(answers):
+            if why is not None:
+                raise GossipError(f"rank {index} of this island: {why}")
+        return entered
+
+    def _enter(self, rounds: Rounds, kind: Kind, changed: str | None) -> bool:
         self._group.call = _CALLS[kind]
         awaited: set[int] = set()
         while True:
@@ -183,7 +216,10 @@ class Averaging:
 
         After a failure there is no further one until the membership changes.
         """
-        if self._failed_in == self._members.current.generation:
+        has_failed = self._failed_in == self._members.current.generation
+        if self._island is not None:  # generations of its ranks may differ for a moment
+            has_failed = any(self._island.agree(has_failed))
+        if has_failed:
             return False
         start, made = time.perf_counter(), False
         try:
@@ -209,30 +245,59 @@ class Averaging:
         """Return every living rank's value, in rank order; raises as `enter_collective`."""
         json.dumps(value)  # raise before the others are involved
         self.enter_collective("agree")
-        return self._group.all_gather_object(value)
+        with self.together():
+            return self._try(lambda: self._group.all_gather_object(value), lambda: [value])
 
     def is_any(self, value: bool) -> bool:
         """Return whether a value is true on some rank; all ranks have met."""
         with self.together():
-            return any(self._group.all_gather_object(int(value)))
+            return self._try(lambda: any(self._group.all_gather_object(int(value))), lambda: value)
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their mean over the living ranks, in place."""
         self.enter_collective("mean")
         with self.together():
             for tensor in tensors:
-                self._group.mean_(tensor)
+                self._mean_(tensor)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Break the collective on all ranks immediately if one raises inside."""
+        """Break the collective on all ranks immediately if one raises inside.
+
+        Raise on all ranks of an island if a collective of one has failed inside; one that raises
+        instead ends the island.
+        """
         try:
             yield
-        except GossipError:
+        except BaseException as error:
+            if not isinstance(error, GossipError):
+                self._group.abandon()
+            if self._island is not None and error is not self._agreed:
+                self._island.close()
             raise
-        except BaseException:
-            self._group.abandon()
-            raise
+        if self._island is not None:
+            failed, self._failed = self._failed, None
+            answers = self._island.agree(None if failed is None else first_line(failed))
+            whys = [f"rank {n} of this island: {why}" for n, why in enumerate(answers) if why]
+            if whys:
+                self._agreed = failed or GossipError(whys[0])
+                raise self._agreed
+
+    def _try(self, collective: Callable[[], T], own: Callable[[], T]) -> T:
+        """Return the result of a collective; in an island, this rank's own after a failure."""
+        if self._island is None:
+            return collective()
+        if self._failed is None:
+            try:
+                return collective()
+            except GossipError as error:
+                self._failed = error
+        return own()
+
+    def _mean_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its mean over all ranks, those of this island, too."""
+        self._try(lambda: self._group.mean_(tensor), lambda: tensor)
+        return tensor if self._island is None else self._island.group.mean_(tensor)
 
     def drain(self) -> None:
         """Mix everything in flight, including late parts; all ranks have met."""
@@ -254,7 +319,7 @@ class Averaging:
         self.drain()
         with self.together():
             shared = self._statistics()
-            wide = [self._group.mean_(t.to(widened(t.dtype), copy=True)) for t in shared]
+            wide = [self._mean_(t.to(widened(t.dtype), copy=True)) for t in shared]
         for bucket, mean in self.means(averaged):
             bucket.load(mean)
             self.averaged_bytes += mean.nbytes
@@ -279,25 +344,33 @@ class Averaging:
                 if key not in memory or memory[key].numel() < bucket.numel:
                     memory[key] = torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
                 flat = bucket.total(memory[key][: bucket.numel])
+                if isinstance(bucket, SlicedBucket):
+                    flat = bucket.own(flat)
                 for delta, weight in deltas.get(bucket, ()):
                     delta.add_to(flat, weight)
                 return flat
 
             totals = (total(number, bucket) for number, bucket in enumerate(buckets))
-            yield from zip(buckets, self._group.means_(totals), strict=True)
+            means = self._group.means_(totals)
+            for number, bucket in enumerate(buckets):
+                mean = self._try(partial(next, means), partial(total, number, bucket))
+                if isinstance(bucket, SlicedBucket):
+                    assert self._island is not None
+                    mean = self._island.gather(bucket, mean).to(bucket.device)
+                yield bucket, mean
 
     @contextmanager
     def mean_statistics(self) -> Iterator[None]:
         """Replace the model's running statistics by their mean, inside."""
         with ExitStack() as shown:
             with self.together():
-                shown.enter_context(mean_inside(self._statistics(), self._group.mean_))
+                shown.enter_context(mean_inside(self._statistics(), self._mean_))
             yield
 
     def distance(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Return the root mean square over ranks of the distance of pairs; a collective."""
         with self.together():
-            self.last_distance = distance_to_mean(pairs, self._group.mean_)
+            self.last_distance = distance_to_mean(pairs, self._mean_)
         return self.last_distance
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,7 +427,7 @@ class Averaging:
         """Return the running statistics that have equal shapes on all ranks; name others once."""
         own = statistics(self._model)
         shapes = {name: list(buffer.shape) for name, buffer in own.items()}
-        gathered = self._group.all_gather_object(shapes)
+        gathered = self._try(lambda: self._group.all_gather_object(shapes), lambda: [shapes])
         names = sorted({name for each in gathered for name in each})
         unlike = [n for n in names if any(each.get(n) != gathered[0].get(n) for each in gathered)]
         if unlike and not self._has_named_unlike:

@@ -12,10 +12,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gossipgrad._messages import warn
-from gossipgrad.comm import check_ranks, has_peers, parameters_of
+from gossipgrad.comm import check_ranks, has_peers, is_sharded, parameters_of
 from gossipgrad.engine._claims import is_claimed
 
-__all__ = ["check_model", "check_replica"]
+__all__ = ["check_model", "check_replica", "is_averaged"]
 
 _MOST_NAMED = 3
 # Of torch and, the second, of fairscale: compared by name, as importing them takes long.
@@ -147,6 +147,25 @@ def _reduced_over(own: Container[int], process_group: object, mesh: object) -> l
         gc.collect()  # a dropped wrapper may be part of a cycle
         over = _reduced_by_living(own)
     return sorted(over if ours is None else over & ours)
+
+
+def is_averaged(model: nn.Module, island: dist.ProcessGroup) -> bool:
+    """Whether torch averages a model's gradients over an island.
+
+    Raises:
+        ValueError: It does over other ranks.
+    """
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return True
+    own = {id(parameter) for parameter in model.parameters()}
+    over, ranks = _reduced_by_living(own), {*dist.get_process_group_ranks(island)}
+    if over and over != ranks:
+        raise ValueError(
+            f"DistributedDataParallel averages the gradients of this model over ranks "
+            f"{sorted(over)}, and its island has ranks {sorted(ranks)}: pass it "
+            "process_group=mesh['node'].get_group() of the same mesh as island="
+        )
+    return bool(over)
 
 
 def _reduced_by_living(own: Container[int]) -> set[int]:

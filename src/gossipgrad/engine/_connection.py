@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from gossipgrad.comm import Channel, Group, Liveness, Recorder, Transport, all_parameters
 from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._island import Island
 from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
@@ -27,6 +28,7 @@ def connect(
     liveness: Liveness,
     recorder: Recorder | None,
     joiner: Joiner | None,
+    island: Island | None,
 ) -> Rounds:
     """Create the rounds of a session, over links to all ranks; a collective.
 
@@ -53,7 +55,7 @@ def connect(
         liveness=liveness,
         peers=None if joiner is None else joiner.membership.living,
     )
-    return Rounds(channel, settings.schedule, settings.mode, recorder=recorder)
+    return Rounds(channel, settings.schedule, settings.mode, recorder=recorder, island=island)
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:

@@ -118,7 +118,9 @@ class StepDriver:
         rounds = self._rounds
         if rounds is None:
             return
-        if self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
+        # The ranks of an island gather in one order, and not as their modules read.
+        after = self.in_phase(Phase.AFTER_UPDATE) if rounds.island is None else []
+        if self._forward is None and (flows := after):
             self._hook_forward(flows)
         rounds.begin_step()
         if sends and self.in_phase(Phase.ACROSS):

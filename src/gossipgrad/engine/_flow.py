@@ -25,7 +25,7 @@ from gossipgrad.engine._mixing import delta_of, mix, replace
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._tensors import Entry
 
-__all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable", "memory_of"]
+__all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable", "SlicedBucket", "memory_of"]
 
 Sendable = tuple[Tensor, Callable[[], None] | None]
 """A tensor to send, and a function that returns when it is filled; None if it is already."""
@@ -120,7 +120,7 @@ class Bucket:
         ]
         # Whole parameters are the same objects in every round.
         self._lasting: list[Tensor] | None = None
-        if all(e.read is None and not e.rows and not is_sharded(e.parameter) for e in self.entries):
+        if all(e.is_whole for e in self.entries):
             self._lasting = [e.parameter for e in self.entries]
 
     @property
@@ -205,6 +205,98 @@ class Bucket:
         """Return views of a flat bucket in its tensors' shapes."""
         pieces = zip(flat.split(self._sizes), self._shapes, strict=True)
         return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in pieces]
+
+
+class SlicedBucket(Bucket):
+    """A bucket of which this rank exchanges one slice, and the ranks of its island the others.
+
+    Snapshots and deltas are those of the slice. All ranks of the island gather the deltas, and add
+    them: `mix`. What `add` gets is kept until then.
+
+    Args:
+        part: The slice, as a bucket.
+        first: Index of its first element in the bucket.
+        stride: Elements of a slice; the last ones of a bucket may have fewer, or none. A rank that
+            has none exchanges the last element, for nothing.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        layout: BucketLayout,
+        number: int,
+        *,
+        are_weights: bool,
+        part: Bucket,
+        first: int,
+        stride: int,
+    ) -> None:
+        super().__init__(entries, layout, number, are_weights=are_weights)
+        part.residuals = [None] * len(part.residuals)  # mixing is not done there
+        self._part, self._first, self._stride = part, first, stride
+        self._count = max(0, min(stride, self.numel - first))
+        self._late: Tensor | None = None
+        self._memory: Tensor | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held in addition to the model."""
+        held = 0 if self._memory is None else self._memory.nbytes
+        return super().memory_bytes + self._part.memory_bytes + held
+
+    @property
+    def has_late(self) -> bool:
+        """Whether there are deltas to gather."""
+        return self._late is not None
+
+    def snapshot(self, into: Snapshot, bucket: int, round: int) -> Sendable:
+        """Copy the elements of the slice that a round sends into a bucket of a snapshot."""
+        return self._part.snapshot(into, bucket, round)
+
+    def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
+        """Return `received - sent` of a round, of the slice."""
+        return self._part.delta(received, sent, round)
+
+    @torch.no_grad()
+    def add(self, delta: Delta, weight: float) -> None:
+        """Keep `weight * delta` of the slice until it is gathered."""
+        late = self.weighted(delta, weight)
+        self._late = late if self._late is None else self._late.add_(late)
+
+    def take_late(self) -> Tensor | None:
+        """Return what is kept of the slice, to gather it; None for nothing."""
+        late, self._late = self._late, None
+        return late
+
+    @torch.no_grad()
+    def weighted(self, delta: Delta, weight: float) -> Tensor:
+        """Return `weight * delta` of the slice, flat."""
+        dtype = widened(self.dtype)
+        flat = torch.zeros(self._part.numel, dtype=dtype, device=delta.flat.device)
+        delta.add_to(flat, weight)
+        return flat
+
+    def own(self, flat: Tensor) -> Tensor:
+        """Return the slice of a whole flat bucket, a view."""
+        return flat.narrow(0, min(self._first, self.numel - self._part.numel), self._part.numel)
+
+    def padded(self, flat: Tensor | None) -> Tensor:
+        """Return a slice in host memory, of as many elements on all ranks; None for zeros."""
+        padded = torch.zeros(self._stride, dtype=widened(self.dtype), device="cpu")
+        if flat is not None:
+            padded[: self._count].copy_(flat[: self._count])
+        return padded
+
+    def memory(self, slices: int) -> Tensor:
+        """Return lasting memory in which the thread gathers the slices, in host memory."""
+        if self._memory is None:
+            numel, dtype = self._stride * slices, widened(self.dtype)
+            self._memory = empty_flat(numel, dtype, torch.device("cpu"))
+        return self._memory
+
+    def mix(self, gathered: Tensor) -> None:
+        """Add the gathered deltas to the tensors."""
+        super().add(Delta(gathered[: self.numel].to(self.device)), 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,11 +450,14 @@ class Flow:
             residual; their deltas estimate the consensus distance.
         mask: Selects the coordinates to send in a round; None for all.
         seed: The mask's seed.
+        share: The index of this rank's slice of each bucket, and how many there are; None: a rank
+            exchanges whole buckets.
 
     Attributes:
         buckets: In the order of the channel's plan.
         parts: Their types and sizes, for the channel.
         pool: The pool of its snapshots.
+        is_sliced: Whether this rank exchanges slices of its buckets.
     """
 
     def __init__(
@@ -379,28 +474,43 @@ class Flow:
         in_consensus: bool = False,
         mask: SharedMask | None = None,
         seed: int = 0,
+        share: tuple[int, int] | None = None,
     ) -> None:
         self.name, self.phase, self.every = name, phase, every
-        self.in_consensus = in_consensus
+        self.in_consensus, self.is_sliced = in_consensus, share is not None
         self.entries = list(entries)
         self.device = entries[0].parameter.device
         plan = wire = BucketPlan.make(
             [entry.spec for entry in entries], bucket_bytes=bucket_bytes, wire_dtype=wire_dtype
         )
-        numbered = list(enumerate(plan.buckets, first_bucket))
+        sent = self.entries
+        if share is not None:
+            sent, wire = _sliced(plan, self.entries, *share)
+        numbered = list(enumerate(wire.buckets, first_bucket))
         self.buckets: list[Bucket]
         if mask is None:
             self.buckets = [
-                Bucket(self.entries, layout, number, are_weights=in_consensus)
+                Bucket(sent, layout, number, are_weights=in_consensus)
                 for number, layout in numbered
             ]
         else:
-            wire = plan.sending(lambda part: Part(part.dtype, mask.largest_count(part.numel)))
+            wire = wire.sending(lambda part: Part(part.dtype, mask.largest_count(part.numel)))
             self.buckets = [
-                MaskedBucket(
-                    self.entries, layout, number, mask=mask, seed=seed, rounds=snapshots + 1
-                )
+                MaskedBucket(sent, layout, number, mask=mask, seed=seed, rounds=snapshots + 1)
                 for number, layout in numbered
+            ]
+        if share is not None:
+            self.buckets = [
+                SlicedBucket(
+                    self.entries,
+                    layout,
+                    part.number,
+                    are_weights=in_consensus,
+                    part=part,
+                    first=share[0] * _stride(layout, share[1]),
+                    stride=_stride(layout, share[1]),
+                )
+                for layout, part in zip(plan.buckets, self.buckets, strict=True)
             ]
         self.parts = wire.parts
         self.pool = SnapshotPool(wire, self.device, snapshots)
@@ -424,15 +534,18 @@ class Flow:
             entries: The tensors, in the order of the forward pass.
             settings: The session's bucket size, wire type and snapshots.
             behind: Flows before these in the channel's plan.
-            **options: See `Flow`: `every`, `in_consensus`, `mask`, `seed`.
+            **options: See `Flow`: `every`, `in_consensus`, `mask`, `seed`, `share`. Of sharded
+                tensors each rank has its own part, which has no slices.
         """
-        by_device: dict[torch.device, list[Entry]] = {}
+        share: tuple[int, int] | None = options.pop("share", None)
+        alike: dict[tuple[torch.device, tuple[int, int] | None], list[Entry]] = {}
         for entry in entries:
             pieces = entry.pieces(settings.bucket_bytes)
-            by_device.setdefault(entry.parameter.device, []).extend(pieces)
+            key = entry.parameter.device, None if is_sharded(entry.parameter) else share
+            alike.setdefault(key, []).extend(pieces)
         first = sum(len(flow.buckets) for flow in behind)
         flows: list[Flow] = []
-        for pieces in by_device.values():
+        for (_, share), pieces in alike.items():
             flow = cls(
                 name,
                 phase,
@@ -441,6 +554,7 @@ class Flow:
                 bucket_bytes=settings.bucket_bytes,
                 wire_dtype=settings.wire_dtype,
                 snapshots=settings.snapshots,
+                share=share,
                 **options,
             )
             first += len(flow.buckets)
@@ -463,6 +577,34 @@ class Flow:
             for residual in bucket.residuals:
                 if residual is not None:
                     residual.zero_()
+
+
+def _stride(layout: BucketLayout, slices: int) -> int:
+    """Return the elements of a slice of a bucket."""
+    return -(-layout.part.numel // slices)
+
+
+def _sliced(
+    plan: BucketPlan, entries: Sequence[Entry], index: int, slices: int
+) -> tuple[list[Entry], BucketPlan]:
+    """Return the entries of one slice of every bucket, and their plan."""
+    pieces: list[Entry] = []
+    layouts: list[BucketLayout] = []
+    for layout in plan.buckets:
+        stride, numel = _stride(layout, slices), layout.part.numel
+        first, end = min(index * stride, numel), min((index + 1) * stride, numel)
+        if first == end:
+            first, end = numel - 1, numel  # no message is empty
+        before, chosen = 0, len(pieces)
+        for number in layout.indices:
+            entry = entries[number]
+            begin, stop = max(first - before, 0), min(end - before, entry.spec.numel)
+            if begin < stop:
+                pieces.append(entry.between(begin, stop - begin))
+            before += entry.spec.numel
+        part = Part(layout.part.dtype, end - first)
+        layouts.append(BucketLayout((*range(chosen, len(pieces)),), part, layout.dtype))
+    return pieces, BucketPlan(tuple(entry.spec for entry in pieces), tuple(layouts))
 
 
 def memory_of(buckets: Sequence[Bucket]) -> list[Tensor]:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.engine._flow import Delta, Flow
+from gossipgrad.engine._island import Island
 from gossipgrad.engine._modes import Mode, Stale
 from gossipgrad.engine._transfer import Transfer, release
 from gossipgrad.engine._waits import Waits
+from gossipgrad.errors import GossipError
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["COLLECTIVE_SECONDS", "PairDistance", "Rounds"]
@@ -89,6 +91,8 @@ class Rounds:
         schedule: The partners of each round.
         mode: See above.
         recorder: Gets the spans, if not None.
+        island: The ranks that share this replica, None for this one alone. All of them call the
+            same methods in the same order.
 
     Attributes:
         never_waits: Whether no step waits for a partner: mode stale.
@@ -110,8 +114,10 @@ class Rounds:
         mode: Mode,
         *,
         recorder: Recorder | None = None,
+        island: Island | None = None,
     ) -> None:
         self.channel = channel
+        self.island = island
         self.schedule = schedule
         self.next_round = self.starts = 0
         self.closed_rounds = self.late_rounds = self.void_rounds = 0
@@ -190,7 +196,7 @@ class Rounds:
         """
         start = time.perf_counter()
         transfers, round = self.begin(flows, frees_late=True), self.next_round
-        self.send(transfers)
+        self.send(transfers, flows)
         self._spent("snapshot", start, round=round)
 
     def close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
@@ -199,14 +205,23 @@ class Rounds:
         Each bucket is copied into a `following` transfer after it is mixed. Also closes a round
         that this rank sat out.
         """
+        self._align(self.next_round)
+        self._close(following)
+
+    def _close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
         self._settle(following)
         self.closed_rounds += 1
 
     def _settle(self, following: Mapping[Flow, Transfer] | None = None) -> None:
         """Mix late parts, and those of the open round, for which a step may wait."""
         squares, self._early_squares = self._early_squares, []
-        squares += self._mix(self._late(), 0.0)
-        squares += self._mix(self._open(), 0.0 if self.never_waits else None, following)
+        deadline = 0.0 if self.never_waits else None
+        if self.island is None:
+            squares += self._mix(self._late(), 0.0)
+        else:
+            squares += self._mix_gathered(self.island, deadline, following)
+        own = [transfer for transfer in self._open() if not transfer.flow.is_sliced]
+        squares += self._mix(own, deadline, following)
         self.pair_distance.note(squares, self.schedule.period)
         for transfer in self._in_flight:
             transfer.is_closed = True
@@ -221,20 +236,21 @@ class Rounds:
         Closes before it opens if the next partner is already late, or no snapshot is free.
         """
         self._choose_round()
-        following = self._following(flows_of(self.next_round))
+        flows = flows_of(self.next_round)
+        following = self._following(flows)
         if following is None:
-            self.close()
-            self.open(flows_of(self.next_round))
+            self._close()
+            self.open(flows)
         else:
             try:
-                self.close(following)
+                self._close(following)
                 start, round = time.perf_counter(), self.next_round
-                self.send(list(following.values()))
+                self.send(list(following.values()), flows)
             except BaseException:
                 release([t for t in following.values() if not t.exchanges])
                 raise
             self._spent("snapshot", start, round=round)
-        if self.never_waits:  # the partner may have been ready before
+        if self.never_waits and self.island is None:  # the partner may have been ready before
             self.pair_distance.note(self._mix(self._open(), 0.0), self.schedule.period)
 
     def _choose_round(self) -> None:
@@ -251,9 +267,16 @@ class Rounds:
         """
         self.channel.poll()
         is_far = self.channel.heard - self.next_round >= self.schedule.world_size
-        if self.never_waits or (self._is_behind and is_far and self.schedule.symmetric):
-            self.jump(self.channel.heard)
+        jumps = self.never_waits or (self._is_behind and is_far and self.schedule.symmetric)
+        self.jump(self._align(self.channel.heard if jumps else self.next_round))
         self._is_behind = False
+
+    def _align(self, to_round: int) -> int:
+        """Return the highest `to_round` of the ranks of the island, and mix their late parts."""
+        if self.island is None:
+            return to_round
+        self.pair_distance.note(self._mix(self._late(), 0.0), self.schedule.period)
+        return self.island.mix_late(to_round)
 
     def begin(self, flows: Sequence[Flow], *, frees_late: bool = False) -> list[Transfer]:
         """Create one transfer per flow to the next round's partner, without sending.
@@ -272,10 +295,11 @@ class Rounds:
             return []
         return transfers
 
-    def send(self, transfers: Sequence[Transfer]) -> None:
+    def send(self, transfers: Sequence[Transfer], flows: Sequence[Flow]) -> None:
         """Send the next round completely or not at all, even when Ctrl-C interrupts it.
 
-        Afterwards the sent transfers are in flight. If there are none, the partner is notified.
+        Afterwards the sent transfers are in flight. If there are none, the partner is notified. An
+        island begins to gather its `flows`.
         """
         try:
             for transfer in transfers:
@@ -295,6 +319,9 @@ class Rounds:
                 if transfer.exchanges:  # a shard may be empty
                     transfer.opened = self._opened
                     self._in_flight.append(transfer)
+            if self.island is not None:
+                sent = [transfer for transfer in transfers if transfer.exchanges]
+                self.island.begin(flows, sent, self.weight)
 
     def mix_early(self, flow: Flow, bucket: int) -> bool:
         """Mix one bucket of the open round before `close`, with the same wait.
@@ -314,8 +341,12 @@ class Rounds:
     def drain(self, wait_seconds: float) -> None:
         """Mix everything in flight that arrives within `wait_seconds`."""
         squares, self._early_squares = self._early_squares, []
-        squares += self._mix(self._in_flight, time.perf_counter() + wait_seconds)
+        deadline = time.perf_counter() + wait_seconds
+        if self.island is not None:
+            squares += self._mix_gathered(self.island, deadline)
+        squares += self._mix(self._in_flight, deadline)
         self.pair_distance.note(squares, self.schedule.period)
+        self._align(0)
 
     def catch_up(self, *, closes: bool) -> None:
         """Mix late parts, waiting as in a step, and cancel those that are still late.
@@ -327,6 +358,7 @@ class Rounds:
         self.pair_distance.note(self._mix(self._late(), None), self.schedule.period)
         while late := self._late():
             self._give_up(late[0])
+        self._align(0)
 
     def jump(self, to_round: int) -> None:
         """Void rounds up to `to_round`, which is then the next, and notify partners."""
@@ -345,8 +377,15 @@ class Rounds:
         try:
             if wait_seconds > 0:
                 self.drain(wait_seconds)
-            self.cancel()
+        except GossipError:
+            if self.island is None:  # otherwise another rank of it has ended before
+                raise
         finally:
+            if self.island is not None:
+                self.island.close()
+            for transfer in self._in_flight:
+                transfer.cancel()
+            self._in_flight = []
             self.channel.close(linger_seconds)
 
     def cancel(self) -> None:
@@ -354,6 +393,8 @@ class Rounds:
         for transfer in self._in_flight:
             transfer.cancel()
         self._in_flight = []
+        if self.island is not None:
+            self.island.end()
 
     def void(self, round: int, peers: Peers) -> None:
         """Void a round before any part of it was sent, and notify the partner."""
@@ -459,6 +500,53 @@ class Rounds:
                 self._in_flight.remove(transfer)
         return squares
 
+    def _mix_gathered(
+        self,
+        island: Island,
+        deadline: float | None,
+        following: Mapping[Flow, Transfer] | None = None,
+    ) -> list[Tensor]:
+        """As `_mix`, for the open round of an island: its ranks mix the slices of all."""
+        squares: list[Tensor] = []
+        round = island.round
+        if round is None:
+            return squares
+        self.channel.poll()
+        if deadline == 0:
+            island.release()
+        for number, (flow, bucket, sliced) in enumerate(round.buckets):
+            transfer = round.transfers.get(flow)
+            if transfer is not None and deadline != 0:
+                self.receive(transfer, bucket, deadline)
+            start = time.perf_counter()
+            gathered = island.gathered(number)
+            self.exposed_seconds += time.perf_counter() - start
+            if gathered is not None:
+                start = time.perf_counter()
+                sliced.mix(gathered)
+                self._spent("mix", start, round=self.next_round - 1, bucket=bucket)
+            if transfer is not None:
+                if number in round.taken:
+                    self.receive(transfer, bucket, 0.0)  # counts it
+                    delta = transfer.delta(bucket)
+                    if delta is not None and delta.square is not None:
+                        squares.append(delta.square)
+                    transfer.finished.add(bucket)
+                    transfer.forget(bucket)
+                elif transfer.exchanges[bucket].outcome in (Outcome.VOID, Outcome.DEAD_PEER):
+                    self.receive(transfer, bucket, 0.0)
+                    self.mix(transfer, bucket, None)
+            if following is not None and flow in following:
+                start = time.perf_counter()
+                following[flow].fill(bucket)
+                self.mixing_seconds += time.perf_counter() - start
+        island.round = None
+        for transfer in round.transfers.values():
+            if transfer.is_finished:
+                transfer.release()
+                self._in_flight.remove(transfer)
+        return squares
+
     def _count_late(self) -> None:
         """Count, once each, the rounds whose parts are later than the mode allows."""
         for transfer in self._late():
@@ -506,6 +594,8 @@ class Rounds:
                 if transfer is None:
                     release(transfers)
                     return None
+                if self.island is not None:
+                    transfer.on_arrival = self.island.wake
                 transfers.append(transfer)
         except BaseException:
             release(transfers)

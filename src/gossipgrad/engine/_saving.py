@@ -27,7 +27,9 @@ def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
         raise ValueError(f"dst must be a rank of the session, one of {sorted(known)}, got {dst}")
 
     def gets_it() -> bool:
-        living = session.membership.living
+        living, island = session.membership.living, session._island
+        if island is not None and island.is_whole and island.index > 0:
+            return False
         return session.rank == (dst if dst in living else living[0])
 
     with session._show_consensus(gets_it):

@@ -28,11 +28,14 @@ from gossipgrad.comm import (
 )
 from gossipgrad.engine._arrival import position_of
 from gossipgrad.engine._averaging import Averaging, own_work
+from gossipgrad.engine._check_replica import is_averaged
 from gossipgrad.engine._connection import check_growth, connect
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase, memory_of
 from gossipgrad.engine._invitation import Invitation, why_not_join
+from gossipgrad.engine._island import Island
+from gossipgrad.engine._island_gradients import IslandGradients
 from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
@@ -74,6 +77,8 @@ class Session:
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         recorder: Gets spans of time.
         heartbeats: How ranks watch each other; None: the membership never changes.
+        island: The ranks that share this replica, None for this one alone. It closes with the
+            session.
 
     Attributes:
         group: Private collectives among the living ranks of this session.
@@ -106,8 +111,10 @@ class Session:
         recorder: Recorder | None = None,
         heartbeats: Heartbeats | None = None,
         joiner: Joiner | None = None,
+        island: Island | None = None,
     ) -> None:
-        self.group, self.replica = group, replica
+        self.group, self.replica, self._island = group, replica, island
+        self._gradients: IslandGradients | None = None
         self.schedule, self.settings = settings.schedule, settings
         self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_from: int | None = None
@@ -137,7 +144,7 @@ class Session:
             flows = self._deal()
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, joiner)
-            self._averaging = Averaging(group, replica.model, self._members, self._rounds)
+            self._averaging = Averaging(group, replica.model, self._members, self._rounds, island)
             self._driver = StepDriver(
                 replica,
                 settings,
@@ -367,9 +374,8 @@ class Session:
             if self._rounds is not None:
                 self._rounds.cancel()
             self._run.use(flows)
-            if self._rounds is not None:
-                broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
-                self.group.barrier()  # no rank sends by the new plan until all have it
+            self._broadcast()
+            self.group.barrier()  # no rank sends by the new plan until all have it
         self.replica.accept()
         if self._invitation is not None:
             self._invitation.publish()
@@ -420,6 +426,10 @@ class Session:
             GossipError: As `consensus()`.
             ReplicaChangedError: On every rank, if one's optimizer was loaded.
         """
+        if self._island is not None:
+            raise GossipError(
+                "rebuild() in an island is not possible: begin a new session with the new shapes"
+            )
         if self._rounds is not None and self.replica.has_other_shapes():
             self._run.drop_hooks()  # parts in flight do not fit any more
             self._rounds.cancel()
@@ -471,9 +481,18 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients inside; for loops that run with every family.
 
-        Nothing is sent in backward passes here, so it changes nothing; in `sparsify()` it does.
+        Backward passes inside send nothing. Only `sparsify()` does otherwise, and an island whose
+        gradients the session averages; the pass after it averages the sum.
         """
-        yield
+        means = self._gradients
+        before = means is not None and means.is_off
+        if means is not None:
+            means.is_off = True
+        try:
+            yield
+        finally:
+            if means is not None:
+                means.is_off = before
 
     def agree(self, value: Any) -> list[Any]:
         """Return every living rank's value, in rank order; a collective.
@@ -543,7 +562,10 @@ class Session:
         self._check_ready("load_state_dict")
         self._averaging.enter_collective("load")
         keeper = self._keeper
-        next_round = keeper.check_together(self.group, state, self._members.current.generation)
+        problem = keeper.misfit(state, self._members.current.generation)
+        if self._island is not None:
+            problem = next((why for why in self._island.agree(problem) if why), None)
+        next_round = keeper.check_together(self.group, state, problem)
         try:
             with self._averaging.together():
                 keeper.load_state_dict(state, next_round)
@@ -630,6 +652,14 @@ class Session:
         self._warn_of_load()
         if self.can_grow and not self._run.is_mid_step:
             self.replica.adopt(self.average_)
+        if self._gradients is not None and not self._run.is_mid_step:
+            if torch._C._current_graph_task_id() != -1:
+                raise GossipError(
+                    "an optimizer steps inside the backward pass, before the gradients of the "
+                    "island are averaged: step after backward(), or let "
+                    "DistributedDataParallel over the island average them"
+                )
+            self._gradients.before_step()
         return self._run.before_step(closure)
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -711,6 +741,11 @@ class Session:
         replica = self.replica
         replica.reshard()
         flows = self._make_flows()
+        if self._island is not None:
+            self._island.use(flows)
+            if self._island.is_whole:
+                agree_on(self._island.group, replica.model, replica.optimizers, self._describe())
+            self._average_gradients(self._island)
         if self.world_size > 1:
             parts = [part for flow in flows for part in flow.parts]
             wanted = {**self._describe(), "messages": digest([str(part) for part in parts])}
@@ -736,6 +771,7 @@ class Session:
             liveness=members.liveness,
             recorder=self._recorder,
             joiner=joiner,
+            island=self._island,
         )
         # At interpreter exit a session that was not closed still sends LEAVE.
         self._farewell = members.close_at_exit(self, rounds)
@@ -755,7 +791,7 @@ class Session:
             #  2. without heartbeats all leases are then old when round 0 is sent;
             #  3. so each rank voids it.
             members.start()
-            broadcast_replica(self.group, replica.model, replica.optimizers)
+            self._broadcast()
             members.confirm()
             self._invitation.publish()
         else:
@@ -763,6 +799,25 @@ class Session:
             if (why := misfit(replica.model, replica.optimizers, state)) is not None:
                 raise ValueError(f"the replica that was sent does not fit: {why}")
             load_replica(replica.model, replica.optimizers, state)
+
+    def _broadcast(self) -> None:
+        """Make all replicas that of rank 0; a collective."""
+        of = self.replica.model, self.replica.optimizers
+        island = self._island if self._island is not None and self._island.is_whole else None
+        if self._rounds is not None and (island is None or island.index == 0):
+            broadcast_replica(self.group, *of)
+        if island is not None:
+            broadcast_replica(island.group, *of)
+
+    def _average_gradients(self, island: Island) -> None:
+        """Let backward passes average the gradients of an island, unless torch does."""
+        if self._gradients is not None:
+            self._gradients.remove()
+        self._gradients = None
+        if not is_averaged(self.replica.model, island.process_group):
+            self._gradients = IslandGradients(
+                [*self.replica.trained.values()], island.process_group
+            )
 
     def _before_state_dict(self) -> bool:
         """Mix parts in flight; return whether to warn that replicas differ."""
@@ -815,6 +870,8 @@ class Session:
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
+        if self._gradients is not None:
+            self._gradients.remove()
         for watch in self._watches:
             watch.remove()
         self.replica.close()
@@ -834,5 +891,7 @@ class Session:
             if self._rounds is not None:
                 self._rounds.stop(wait_seconds, wait_seconds or 2.0)
         finally:
+            if self._island is not None:
+                self._island.close()
             self._members.end(error)
             self.group.close()

@@ -27,6 +27,7 @@ class RoundSettings:
         bucket_bytes: Size of a message.
         exchanges: Rounds at the end of a step, each with another partner; for flows after the
             update.
+        island: Ranks that share a replica.
     """
 
     schedule: Schedule
@@ -36,6 +37,7 @@ class RoundSettings:
     wire_dtype: torch.dtype | None
     bucket_bytes: int
     exchanges: int = 1
+    island: int = 1
 
     @property
     def snapshots(self) -> int:
@@ -52,6 +54,8 @@ class RoundSettings:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.exchanges == 1:
             del named["exchanges"]
+        if self.island == 1:
+            del named["island"]
         return {"topology": named.pop("schedule").describe(), **named}
 
     def must_fit(self) -> dict[str, str]:

@@ -97,13 +97,14 @@ class StateKeeper:
             pass
         return f"it is no state from a session's state_dict() (version {VERSION})"
 
-    def check_together(self, group: Group, state: Any, generation: int) -> int:
+    def check_together(self, group: Group, state: Any, problem: str | None) -> int:
         """Return the round in which ranks continue from these states; a collective.
+
+        `problem` is why this rank's state cannot be loaded.
 
         Raises:
             ValueError: On every rank, if one's state does not fit.
         """
-        problem = self.misfit(state, generation)
         mine = None if problem is not None else state["session"]["next_round"]
         gathered = group.all_gather_object([problem, mine])
         for rank, (why, _) in zip(group.members, gathered, strict=True):

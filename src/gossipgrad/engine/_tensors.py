@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import TensorSpec, local, parameters_of
+from gossipgrad.comm import TensorSpec, is_sharded, local, parameters_of
 from gossipgrad.engine._step_hooks import held_by
 from gossipgrad.errors import GossipError
 
@@ -41,6 +41,7 @@ class Entry:
         read: Returns the tensor, or None if it does not exist yet. None: the parameter itself.
         non_negative: Whether mixing must not result in negative values.
         rows: First row and number of rows, for a tensor that is sent in pieces.
+        span: First element and number of elements of these, for a slice of a bucket.
     """
 
     spec: TensorSpec
@@ -48,6 +49,12 @@ class Entry:
     read: Callable[[], Tensor | None] | None = None
     non_negative: bool = False
     rows: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole parameter, the same object in every round."""
+        return not (self.read or self.rows or self.span or is_sharded(self.parameter))
 
     def tensor(self) -> Tensor | None:
         """The live tensor (a DTensor's local shard, or rows), or None if it does not exist yet."""
@@ -57,7 +64,12 @@ class Entry:
         if whole.layout is not torch.strided:
             TensorSpec.of(self.spec.name, whole)  # raises: a gradient may become sparse
         held = local(whole)
-        return held if self.rows is None else held.narrow(0, *self.rows)
+        held = held if self.rows is None else held.narrow(0, *self.rows)
+        return held if self.span is None else held.reshape(-1).narrow(0, *self.span)
+
+    def between(self, first: int, count: int) -> "Entry":
+        """Return some of its elements as an entry of one dim, to read."""
+        return replace(self, spec=replace(self.spec, shape=(count,)), span=(first, count))
 
     def pieces(self, limit_bytes: int) -> list["Entry"]:
         """Return itself, or pieces of as many whole rows as fit into `limit_bytes`."""

@@ -23,6 +23,7 @@ class Transfer:
         is_closed: Whether its round is closed: what is not finished yet is late.
         was_late: Whether it was counted as late.
         exchanges: The exchange of each posted bucket.
+        on_arrival: Called when a part has arrived, in the thread that receives.
         counted: Buckets whose outcome was counted.
         finished: Buckets that are mixed, or whose part will not arrive.
     """
@@ -38,6 +39,7 @@ class Transfer:
         self.is_closed = self.was_late = False
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
+        self.on_arrival: Callable[[], None] | None = None
         self.counted: set[int] = set()
         self.finished: set[int] = set()
         self._channel = channel
@@ -89,7 +91,7 @@ class Transfer:
             recv_from=self.peers.recv_from,
             into=self._into.get(bucket),
             ready=filled,
-            on_arrival=None if is_on_host else partial(self._stage, bucket),
+            on_arrival=self.on_arrival if is_on_host else partial(self._stage, bucket),
         )
         self.snapshot.hold(bucket, exchange.ticket)
         self.exchanges[bucket] = exchange
@@ -172,6 +174,8 @@ class Transfer:
             received = None if exchange is None else exchange.received
             if received is not None and bucket not in self._staged and not self._is_released:
                 self._staged[bucket] = stage(received, self.flow.device)
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def cancel(self) -> None:
         """Cancel exchanges whose parts have not arrived."""
