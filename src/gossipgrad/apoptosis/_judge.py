@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -14,7 +15,12 @@ from gossipgrad.apoptosis._plan import Merging
 __all__ = ["Options", "consumer_of", "merging_of", "options_of"]
 
 
-def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments) -> Consumer:
+_ENOUGH = 4  # rows for each coefficient
+
+
+def consumer_of(
+    model: nn.Module, neurons: Neurons, path: str, moments: Moments, rule: str
+) -> Consumer:
     """Return a consumer with its measured inputs and current weights."""
     module = model.get_submodule(path)
     dim, held = neurons.input_of(model, path)
@@ -31,13 +37,10 @@ def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments)
     if not absorbs:
         flat = mean.flatten().to(second)
         second.view(len(flat), len(flat)).addr_(flat, flat)
-    return Consumer(
-        weights,
-        second,
-        mean if absorbs else None,
-        max(variance, 1e-300),
-        moments.count * moments.ranks,
-    )
+    samples = moments.count * moments.ranks
+    sums_taps = rule == "least-squares" and 1 < len(second) <= samples / _ENOUGH / neurons.width
+    mean = mean if absorbs else None
+    return Consumer(weights, second, mean, max(variance, 1e-300), samples, sums_taps)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def options_of(
     counts: Sequence[int],
 ) -> Options:
     """Return the errors of some numbers of removed neurons, ascending, on the sample."""
-    consumers = _consumers(model, neurons, moments)
+    consumers = _consumers(model, neurons, moments, rule)
     order = removal_order(consumers, rule, counts[-1])
     errors = errors_of(consumers, rule, order, counts)
     return Options(neurons, order, (0, *counts), (0.0, *errors))
@@ -77,14 +80,19 @@ def merging_of(
 ) -> Merging:
     """Return the merges of the chosen option."""
     neurons, count = options.neurons, options.counts[chosen]
-    consumers = _consumers(model, neurons, moments)
+    consumers = _consumers(model, neurons, moments, rule)
     kept, removed = split(options.order, count)
     folds = folds_of(consumers, rule, options.order, count)
     shifts = {}
     for path, consumer, fold in zip(neurons.consumers, consumers, folds, strict=True):
         if consumer.mean is not None:
             mean = consumer.mean.cpu()
-            shifts[path] = mean[:, removed] - mean[:, kept] @ fold.to(mean)
+            of_kept = (
+                mean[:, kept] @ fold.to(mean)
+                if fold.ndim == 2
+                else torch.tensordot(mean[:, kept], fold.to(mean), dims=2)
+            )
+            shifts[path] = mean[:, removed] - of_kept
     return Merging(
         neurons,
         neurons.width,
@@ -98,9 +106,9 @@ def merging_of(
 
 
 def _consumers(
-    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments]
+    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments], rule: str
 ) -> list[Consumer]:
-    return [consumer_of(model, neurons, path, moments[path]) for path in neurons.consumers]
+    return [consumer_of(model, neurons, path, moments[path], rule) for path in neurons.consumers]
 
 
 def _pads_with_zeros(consumer: nn.Module) -> bool:

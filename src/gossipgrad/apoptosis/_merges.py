@@ -42,6 +42,7 @@ class Consumer:
         mean: Means of its inputs if it can absorb a constant, `(taps, width)`, else None.
         scale: The unit of errors: the variance of its outputs.
         samples: Number of rows of the moments.
+        sums_taps: Whether merges may be sums over all taps.
     """
 
     weights: Tensor
@@ -49,6 +50,7 @@ class Consumer:
     mean: Tensor | None
     scale: float
     samples: float
+    sums_taps: bool = False
 
     @property
     def moments(self) -> Tensor:
@@ -174,12 +176,11 @@ def errors_of(
         merge = _merge(consumer, rule, order)
         for number, count in enumerate(counts):
             kept, removed = split(order, count)
-            coefficients = 1 if rule == "pairs" else len(kept)
-            if len(consumer.second) == 1:
+            if len(consumer.second) == 1 or consumer.sums_taps:
                 error = merge.error(kept, removed)
             else:
                 error = joint_error(consumer, kept, removed, merge.fold(kept, removed))
-            error *= _correction(coefficients, consumer.samples)
+            error *= _correction(merge.coefficients(len(kept)), consumer.samples)
             largest[number] = max(largest[number], error)
     return largest
 
@@ -187,7 +188,10 @@ def errors_of(
 def folds_of(
     consumers: Sequence[Consumer], rule: str, order: Sequence[int], count: int
 ) -> list[Tensor]:
-    """Return by consumer the shares of the removed neurons that go to those kept, `(k, r)`."""
+    """Return by consumer the shares of the removed neurons that go to those kept.
+
+    Shape `(k, r)`, or `(taps, k, taps, r)` where there are samples enough for all taps.
+    """
     return [_merge(each, rule, order).fold(*split(order, count)) for each in consumers]
 
 
@@ -230,6 +234,10 @@ class _Pairs:
         fold[at, torch.arange(len(removed))] = scale
         return fold
 
+    def coefficients(self, kept: int) -> int:
+        """Return how many coefficients replace one input."""
+        return 1
+
     def error(self, kept: Tensor, removed: Tensor) -> float:
         """Return the joint error where each neuron has one second moment."""
         at, scale = self._partners(kept, removed)
@@ -241,13 +249,20 @@ class _Pairs:
 
 
 class _LeastSquares:
-    """Merges each neuron into all kept ones: one Cholesky decomposition gives all errors."""
+    """Merges each neuron into all kept ones: one Cholesky decomposition gives all errors.
+
+    Where there are samples enough, each tap of a neuron is replaced by all taps of the kept ones.
+    """
 
     def __init__(self, consumer: Consumer, order: Sequence[int]) -> None:
-        second = consumer.moments.cpu()
         self.consumer = consumer
         self.order = torch.tensor(order[::-1])  # the last to be removed comes first
-        second = second[self.order[:, None], self.order]
+        self.taps = len(consumer.second) if consumer.sums_taps else 1
+        if consumer.sums_taps:
+            second = consumer.second.cpu()[:, self.order][..., self.order].permute(1, 0, 3, 2)
+            second = second.flatten(2).flatten(0, 1)  # by neuron, then by tap
+        else:
+            second = consumer.moments.cpu()[self.order[:, None], self.order]
         jitter = 1e-10 if second.dtype is torch.float64 else 1e-6
         jitter = jitter * float(second.diagonal().mean()) + 1e-30
         self.factor, failed = torch.linalg.cholesky_ex(_add_to_diagonal(second, jitter))
@@ -255,24 +270,33 @@ class _LeastSquares:
             self.factor, failed = torch.linalg.cholesky_ex(_add_to_diagonal(second, 9 * jitter))
             jitter *= 10
 
+    def coefficients(self, kept: int) -> int:
+        """Return how many coefficients replace one input."""
+        return kept * self.taps
+
     def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
-        """Shape `(k, r)`."""
-        k = len(kept)
+        """Shape `(k, r)` or `(taps, k, taps, r)`."""
+        k, taps = len(kept), self.taps
+        size = k * taps
         solved = torch.linalg.solve_triangular(
-            self.factor[:k, :k].T, self.factor[k:, :k].T, upper=True
+            self.factor[:size, :size].T, self.factor[size:, :size].T, upper=True
         )
-        return solved[self.order[:k].argsort()][:, self.order[k:].argsort()]
+        solved = solved.view(k, taps, -1, taps)
+        solved = solved[self.order[:k].argsort()][:, :, self.order[k:].argsort()]
+        return solved.permute(1, 0, 3, 2) if self.consumer.sums_taps else solved[:, 0, :, 0]
 
     def error(self, kept: Tensor, removed: Tensor) -> float:
-        """Return the joint error where each neuron has one second moment."""
-        return float(self._errors[len(kept)])
+        """Return the joint error of all that is not kept."""
+        return float(self._errors[len(kept) * self.taps])
 
     @cached_property
     def _errors(self) -> Tensor:
-        """By the number of neurons kept: `V_R L_RR` is that many of the last columns of `V L`."""
+        """By the number of inputs kept: `V_R L_RR` is the columns of `V L` beyond them."""
         weights = self.consumer.weights.to(self.factor)[..., self.order]
-        columns = (weights.flatten(0, 1) @ self.factor).double().square().sum(0)
-        shares = columns * weights.shape[1] / self.consumer.scale
+        taps = 1 if self.consumer.sums_taps else weights.shape[1]
+        rows = weights.mT.flatten(1) if self.consumer.sums_taps else weights.flatten(0, 1)
+        columns = (rows @ self.factor).double().square().sum(0)
+        shares = columns * taps / self.consumer.scale
         return F.pad(shares.flip(0).cumsum(0).flip(0), (0, 1))
 
 

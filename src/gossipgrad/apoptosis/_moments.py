@@ -13,7 +13,7 @@ from gossipgrad.apoptosis._neurons import Neurons, output_dim, weight_of
 
 __all__ = ["Moments", "Watch"]
 
-_ROWS = 256, 2048  # used of one batch: at least, at most, between them 4 for each neuron
+_ROWS = 512, 2048  # used of one batch: at least, at most, between them one for two inputs
 _AT_ONCE = 2048  # rows per multiplication
 _BLOCK = 1024  # entries whose products with others are kept in one tensor
 _FULL = 2048  # neurons times taps, up to which moments between taps are kept
@@ -225,14 +225,14 @@ def _rows_of(
     if isinstance(consumer, _ConvNd):  # each position of its input is a row
         rank = consumer.weight.ndim - 2
         x, output = (each.movedim(-1 - rank, -1) for each in (x, output))
-    x, made, most = x.flatten(0, -2), output.flatten(0, -2), _most_rows(entries)
+    x, made, most = x.flatten(0, -2), output.flatten(0, -2), _most_rows(entries.numel())
     stride, of_outputs = -(-len(x) // most), -(-len(made) // most)
     rows = x[seed % stride :: stride][:, entries.flatten()]
     return rows.unflatten(1, entries.shape).transpose(1, 2), made[seed % of_outputs :: of_outputs]
 
 
-def _most_rows(entries: Tensor) -> int:
-    return min(max(_ROWS[0], 4 * len(entries)), _ROWS[1])
+def _most_rows(inputs: int) -> int:
+    return min(max(_ROWS[0], inputs // 2), _ROWS[1])
 
 
 def _patches_of(
@@ -246,9 +246,8 @@ def _patches_of(
     x = F.pad(x, consumer._reversed_padding_repeated_twice, mode=mode)
     generator = torch.Generator().manual_seed(seed)
     positions = list(product(*(range(size) for size in output.shape[2:])))
-    chosen = torch.randperm(len(positions), generator=generator)[
-        : -(-_most_rows(entries) // len(x))
-    ]
+    most = _most_rows(entries.numel() * consumer.weight[0, 0].numel())
+    chosen = torch.randperm(len(positions), generator=generator)[: -(-most // len(x))]
     patches, made = [], []
     for index in chosen.tolist():
         window, of = x, output

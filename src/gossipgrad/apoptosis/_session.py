@@ -237,6 +237,8 @@ class ShrinkSession:
         if watch is None:
             raise GossipError("no batch was seen: call look(), and train for a few steps")
         moments = watch.moments
+        if not moments:
+            return ShrinkPlan(())  # nothing is left that may go
         for each in moments.values():
             each.flush()
         if left_out := max(each.left_out for each in moments.values()):

@@ -21,8 +21,9 @@ class Resize:
         dim: The dimension.
         entries: The neurons' entries of it.
         kept: Indices of neurons that stay, ascending, shape `(k,)`; the others are removed.
-        weight_fold: Shape `(k, removed)`, the share of removed weights that is added to those kept;
-            None: nothing.
+        weight_fold: Shape `(k, removed)`, the share of removed weights that is added to those kept,
+            or `(taps, k, taps, removed)` of a convolution or a neuron with several entries; None:
+            nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
     """
 
@@ -53,8 +54,16 @@ class Resize:
             for chosen in (self.kept.cpu(), self.removed)
         )
         moved = tensor.movedim(self.dim, 0)
-        share = torch.tensordot(fold.to(moved), moved[removed], dims=([1], [0]))
-        moved.index_add_(0, kept.flatten(), share.flatten(0, 1))
+        if fold.ndim == 2:
+            share = torch.tensordot(fold.to(moved), moved[removed], dims=([1], [0]))
+            moved.index_add_(0, kept.flatten(), share.flatten(0, 1))
+            return
+        entries, kernel = kept.shape[1], len(fold) // kept.shape[1]
+        gone = moved[removed].flatten(2).unflatten(2, (-1, kernel))  # neuron, entry, output, tap
+        gone = gone.transpose(2, 3).flatten(1, 2)
+        share = torch.tensordot(fold.to(moved), gone, dims=([2, 3], [1, 0])).transpose(0, 1)
+        share = share.unflatten(1, (entries, kernel)).transpose(2, 3)
+        moved.index_add_(0, kept.flatten(), share.reshape(-1, *moved.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
