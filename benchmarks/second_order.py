@@ -9,14 +9,21 @@
 * `steps`: the optimizer's part of a step on a GPT of 4 layers and width 256, by turns, a window of
   steps at a time, from equal weights on equal batches; refreshes every 10 steps. The median, the
   mean, the 99th percentile and the longest step.
-* `memory`: bytes of state a parameter, by option, on square matrices; and of each rank with sharded
-  state on 2 and 4 processes.
+* `memory`: bytes of state a parameter, by option, on square matrices.
+* `sharing`: SOAP on the same GPT with equal gradients on all ranks, as under
+  DistributedDataParallel, on processes with one thread each over Gloo on loopback: each rank
+  computes everything, roots are shared (`gg.share_roots`), or state is sharded (`shard=True`). By
+  turns, a window of steps at a time. The state of each rank, the bytes that all ranks send in a
+  step, and the time of a step. The bytes are those of the loopback device: run it in a network
+  namespace of its own, `unshare --net sh -c "ip link set lo up; python ..."`. More processes than
+  cores share them: then the sum of work shows, not its spread.
 
 `pytorch_optimizer` takes part in `loss` and `steps` where it is installed.
 
     python -m benchmarks.second_order loss
     python -m benchmarks.second_order steps --threads 2
     python -m benchmarks.second_order memory
+    python -m benchmarks.second_order sharing --processes 1 2 4
 """
 
 import argparse
@@ -24,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -300,22 +308,13 @@ def squares(parameters: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(count))
 
 
-def stepped(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
+def stepped(model: nn.Module, optimizer: Optimizer, steps: int, seed: int = 0) -> None:
     """Steps with random gradients, equal on all ranks."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
-
-
-def shard_bytes(group: Any, parameters: int) -> int:
-    """Bytes of one rank's state."""
-    model = squares(parameters)
-    optimizer = gg.SOAP(model)
-    gg.share_roots(optimizer, shard=True, process_group=group)
-    stepped(model, optimizer, 2)
-    return state_bytes(optimizer)
 
 
 def measure_memory(sizes: list[int]) -> None:
@@ -340,31 +339,98 @@ def measure_memory(sizes: list[int]) -> None:
                     of_size[f"{name}, roots"] = round(roots / count, 2)
                 tell(f"{size / 1e6:g} M {name}", {"bytes a parameter": of_size[name]})
                 write("second_order_memory", found, module="second_order")
-    size = min(sizes)
-    count = sum(p.numel() for p in squares(size).parameters())
-    for world_size in (2, 4):
-        held = in_processes(world_size, shard_bytes, size)
-        found[f"shard, {world_size} ranks"] = [round(each / count, 2) for each in held]
-        tell(f"shard on {world_size}", {"bytes a parameter": found[f"shard, {world_size} ranks"]})
-        write("second_order_memory", found, module="second_order")
+
+
+WAYS = ("whole", "shared roots", "sharded")
+
+
+def loopback_bytes() -> int:
+    """What the loopback device of this network namespace has sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+
+def shared(group: Any, rounds: int) -> dict[str, Any]:
+    """Seconds of steps, bytes of all ranks in a step and bytes of state, by way, of one rank."""
+    taking_part = WAYS if group.size() > 1 else WAYS[:1]
+    made: dict[str, tuple[nn.Module, Any, Any]] = {}
+    for way in taking_part:
+        torch.manual_seed(0)
+        model = GPT(context=CONTEXT, layers=4, width=256)
+        optimizer, sharing = gg.SOAP(model, lr=1e-3), None
+        if way != "whole":
+            sharing = gg.share_roots(optimizer, shard=way == "sharded")
+        made[way] = model, optimizer, sharing
+    seconds: dict[str, list[float]] = {way: [] for way in taking_part}
+    sent: dict[str, list[float]] = {way: [] for way in taking_part}
+    for turn in range(rounds + 1):
+        for way, (model, optimizer, _) in made.items():
+            steps = WINDOW if turn else 3
+            before, begin = loopback_bytes(), time.perf_counter()
+            stepped(model, optimizer, steps, seed=turn)
+            optimizer.state_dict()
+            group.barrier().wait()
+            if turn:
+                seconds[way].append((time.perf_counter() - begin) / steps)
+                sent[way].append((loopback_bytes() - before) / steps)
+    found = {
+        way: {
+            "ms": 1e3 * statistics.median(seconds[way]),
+            "sent_bytes": statistics.median(sent[way]),
+            "state_bytes": state_bytes(optimizer),
+            "weights": sum(float(p.detach().sum()) for p in model.parameters()),
+        }
+        for way, (model, optimizer, _) in made.items()
+    }
+    assert len({each.pop("weights") for each in found.values()}) == 1, "weights differ"
+    group.barrier().wait()
+    for way, (_, optimizer, sharing) in made.items():
+        if way == "shared roots":
+            sharing.close()
+        optimizer.close()
+    return found
+
+
+def measure_sharing(processes: list[int], rounds: int) -> None:
+    """Writes `results/second_order_sharing.json`."""
+    figures: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in Contestant(gg.SOAP).model.parameters())
+    }
+    for count in processes:
+        ranks = in_processes(count, shared, rounds)
+        figures[f"{count} processes"] = {
+            way: {
+                "ms": round(max(rank[way]["ms"] for rank in ranks), 1),
+                "sent_bytes": round(ranks[0][way]["sent_bytes"]),
+                "state_bytes": [rank[way]["state_bytes"] for rank in ranks],
+            }
+            for way in ranks[0]
+        }
+        tell(f"{count} processes", figures[f"{count} processes"])
+        write("second_order_sharing", figures, module="second_order")
 
 
 def main() -> None:
     """Answers one question."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("question", choices=("loss", "steps", "memory"))
+    parser.add_argument("question", choices=("loss", "steps", "memory", "sharing"))
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run of `loss`")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--rounds", type=int, default=2, help="of `steps`, 20 steps each")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of `steps` and `sharing`, 20 steps each"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of `steps`")
     parser.add_argument("--only", nargs="*", default=[], help="contestants of `steps`")
     parser.add_argument("--sizes", type=float, nargs="*", default=[1e7, 1e8], help="of `memory`")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="of `sharing`")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.question == "loss":
         measure_loss(options.steps, options.seeds)
     elif options.question == "steps":
         measure_steps(options.rounds, options.threads, options.only)
+    elif options.question == "sharing":
+        measure_sharing(options.processes, options.rounds)
     else:
         measure_memory([round(size) for size in options.sizes])
 
