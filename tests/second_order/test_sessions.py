@@ -63,6 +63,16 @@ def test_gossip_averages_factors_with_the_partner(kind, mode):
     assert together < (1e-5 if mode == "sync" else apart / 2)
 
 
+def test_a_layer_without_gradients_so_far_takes_part_in_averages():
+    used, unused = nn.Linear(6, 3), nn.Linear(6, 8)
+    optimizer = gg.SOAP([*used.parameters(), *unused.parameters()])
+    train(used, optimizer, 2, seed=0)
+    averaged = [(id(p), name, shape) for p, name, shape, *_ in optimizer.state_to_average()]
+    assert (id(unused.weight), "left.0", (6, 6)) in averaged
+    fresh = gg.SOAP([*used.parameters(), *unused.parameters()])
+    assert averaged == [(id(p), name, shape) for p, name, shape, *_ in fresh.state_to_average()]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_that_are_to_shrink_are_refused_before_the_first_step(kind):
     model = copy.deepcopy(MODEL)

@@ -52,8 +52,7 @@ class Block:
         """Yield this part of the parameter; changes are kept, whatever its strides are."""
         whole = local(self.parameter)
         matrix = _as_matrix(whole)
-        part = matrix[self.rows, self.columns]
-        yield part.mT if self.is_turned else part
+        yield self.of(matrix)
         if matrix.data_ptr() != whole.data_ptr():  # channels last: the matrix was a copy
             whole.copy_(matrix.view(whole.shape))
 

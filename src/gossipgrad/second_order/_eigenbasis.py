@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._optimizer import SecondOrder, check_sizes
+from gossipgrad.second_order._optimizer import SecondOrder
 from gossipgrad.second_order._refresh import Value
 from gossipgrad.second_order._roots import power_step
 
@@ -24,10 +24,6 @@ class Eigenbasis(SecondOrder):
     first_call = 1
     reordered: ClassVar[tuple[str, ...]] = ()
     """State of each pair of columns, which is permuted with them."""
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise `ValueError` for settings out of range."""
-        check_sizes(group, "max_dim")
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
         """See the base."""

@@ -96,10 +96,6 @@ class KLShampoo(Eigenbasis):
             adamw=adamw,
         )
 
-    def describe_group(self, group: Mapping[str, Any]) -> list[str]:
-        """See the base."""
-        return [f"betas {tuple(group['betas'])}", *self.describe_blocks(group)]
-
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
         """See the base."""
         m, n = unit.shape

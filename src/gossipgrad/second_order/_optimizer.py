@@ -1,6 +1,5 @@
 """The base of second-order optimizers: units of blocks, their state, and their roots."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from gossipgrad.comm import local, widened
 from gossipgrad.errors import GossipError
 from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters, finite_flags, warn_of_nonfinite
-from gossipgrad.second_order._blocks import Unit, cut, make_units
+from gossipgrad.second_order._blocks import Unit, make_units
 from gossipgrad.second_order._refresh import (
     Job,
     Ready,
@@ -35,7 +34,7 @@ from gossipgrad.second_order._tiers import HostRoots, Tiers
 if TYPE_CHECKING:
     from gossipgrad.second_order._sharding import Sharding
 
-__all__ = ["FACTORS", "SecondOrder", "check_fraction", "check_sizes"]
+__all__ = ["FACTORS", "SecondOrder", "factor_beta"]
 
 FACTORS = ("left", "right")
 Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
@@ -57,16 +56,8 @@ class SecondOrder(MatrixOptimizer):
     `"NAME.NUMBER"`. `state_dict()` copies nothing. With a delay it has the roots that wait to be
     used, too, zeros where none does, so that a run which loads it continues bit for bit.
 
-    Args:
-        params: See `MatrixOptimizer`.
-        settings: Settings of groups of matrices, with `"max_dim"`.
-        adamw_settings: Settings of groups of the rest.
-        weight_decay: Decoupled weight decay of all parameters.
-        refresh: When and where roots are computed; None: `Refresh()`.
-        root_dtype: Type of stored roots or bases; None: that of the other state.
-        storage: Where roots are between steps; None: on the parameters' device.
-        matrices: Patterns of names.
-        adamw: Patterns of names.
+    Args: as those of `gg.SOAP`, with `settings` of groups of matrices, `"max_dim"` among them, and
+    `adamw_settings` of groups of the rest.
     """
 
     def __init__(
@@ -154,10 +145,23 @@ class SecondOrder(MatrixOptimizer):
     def change_root(self, unit: Unit, side: int, new: Tensor, order: Tensor | None) -> None:
         """Change what depends on a root, which is still the old one."""
 
-    def describe_blocks(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the size of blocks and the refresh policy, for `repr`."""
-        late = f", {self.refresh.delay} late" if self.refresh.delay else ""
-        return [f"blocks of {group['max_dim']}", f"roots every {self.refresh.every}{late}"]
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for settings out of range."""
+        max_dim, beta = group["max_dim"], group.get("shampoo_beta")
+        if isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1:
+            raise ValueError(f"max_dim={max_dim!r} must be a whole number from 1")
+        if beta is not None and not 0 <= beta < 1:
+            raise ValueError(f"shampoo_beta={beta!r} must be a number from 0 to below 1, or None")
+
+    def describe_group(self, group: Mapping[str, Any]) -> list[str]:
+        """Return betas, the size of blocks and the refresh policy, for `repr`."""
+        factors, late = group.get("shampoo_beta"), self.refresh.delay
+        return [
+            f"betas {tuple(group['betas'])}",
+            *([] if factors is None else [f"factors {factors:g}"]),
+            f"blocks of {group['max_dim']}",
+            f"roots every {self.refresh.every}" + (f", {late} late" if late else ""),
+        ]
 
     # -- what users call ---------------------------------------------------------------------------
 
@@ -174,13 +178,8 @@ class SecondOrder(MatrixOptimizer):
         old one in use, warns once, and is counted in `refresh_stats`.
 
         Raises:
-            RuntimeError: A gradient is sparse; or the optimizer was closed.
+            RuntimeError: A gradient is sparse.
         """
-        if self._is_closed:
-            raise GossipError(
-                "the optimizer was closed: call close() after the last step. To continue, create a "
-                "new one and load its state_dict()"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -244,10 +243,7 @@ class SecondOrder(MatrixOptimizer):
 
         These are factors and AdamW's moments. Moments in a rank's own bases are not averaged.
         """
-        shapes = {}
-        for unit in self.plan():
-            shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
@@ -255,8 +251,9 @@ class SecondOrder(MatrixOptimizer):
                 if group["role"] != ADAMW:
                     found = {
                         f"{name}.{block.number}": shape
-                        for block in cut(parameter, group["max_dim"])
-                        for name, shape in shapes[parameter, block.number].items()
+                        for unit in self._make_units({index: [parameter]}, 0)
+                        for name, shape in self.shapes(unit).items()
+                        for block in unit.blocks
                         if name in self.averaged
                     }
                 for key, shape in found.items():
@@ -278,16 +275,11 @@ class SecondOrder(MatrixOptimizer):
         return self._make_units(trained, 0)
 
     def close(self) -> None:
-        """End threads; no further step is possible. May be called twice.
-
-        `state_dict()` still works.
-        """
-        if not self._is_closed:
-            self._is_closed = True
-            for unit in self._units:
-                for job in unit.jobs.values():
-                    job.exception()
-            self.refresher.close()
+        """End threads, after the roots that they compute; a later step starts new ones."""
+        for unit in self._units:
+            for job in unit.jobs.values():
+                job.exception()
+        self.refresher.close()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.sharding is not None:
@@ -364,7 +356,6 @@ class SecondOrder(MatrixOptimizer):
     # -- units and their state ---------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._is_closed = False
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
         self._nonfinite: LateCount | None = None
@@ -561,19 +552,6 @@ class SecondOrder(MatrixOptimizer):
                 unit.jobs[side] = completed(Ready(tuple(map(torch.stack, parts))))
 
 
-def check_fraction(group: Mapping[str, Any], name: str) -> None:
-    """Raise `ValueError` unless a setting is None or from 0 to below 1."""
-    value = group[name]
-    if value is not None and not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1, or None")
-
-
-def check_sizes(group: Mapping[str, Any], *names: str) -> None:
-    """Raise `ValueError` for settings that are not positive and finite, or an invalid `max_dim`."""
-    for name in names:
-        value = group[name]
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if name == "max_dim" and not (is_whole and value >= 1):
-            raise ValueError(f"{name}={value!r} must be a whole number from 1")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r} must be a positive number")
+def factor_beta(group: Mapping[str, Any]) -> float:
+    """Return the weight of factors: `shampoo_beta`, or that of squares."""
+    return group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]

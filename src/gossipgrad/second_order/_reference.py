@@ -72,18 +72,22 @@ def hierarchical_mean(roots: list[list[Matrix]]) -> Matrix:
     return torch.stack([torch.stack(node).mean(0) for node in roots]).mean(0)
 
 
-class SOAP:
-    """One matrix by SOAP."""
+class _Rules:
+    """The letters, by keyword, and when roots are refreshed."""
 
-    def __init__(
-        self, a=3e-3, b1=0.95, b2=0.95, b=0.95, e=1e-8, w=0.01, T=10, D=0, p_L=0, p_R=5
-    ) -> None:
-        self.a, self.b1, self.b2, self.b, self.e, self.w = a, b1, b2, b, e, w
-        self.left, self.right, self.k = (
+    def __init__(self, T=10, D=0, p_L=0, p_R=None, **letters) -> None:
+        self.left, self.right = (
             _Refreshed(T, D, p_L),
             _Refreshed(T, D, T // 2 if p_R is None else p_R),
-            -1,
         )
+        for letter, value in letters.items():
+            setattr(self, letter, value)
+
+
+class SOAP(_Rules):
+    """One matrix by SOAP."""
+
+    a, b1, b2, b, e, w, k = 3e-3, 0.95, 0.95, 0.95, 1e-8, 0.01, -1
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""
@@ -115,16 +119,10 @@ class SOAP:
         return torch.linalg.qr(F @ Q[:, i])[0], i
 
 
-class KLShampoo:
+class KLShampoo(_Rules):
     """One matrix by KL-Shampoo."""
 
-    def __init__(self, a=3e-3, b1=0.9, b=0.98, e=1e-8, w=0.01, T=10, D=0, p_L=0, p_R=None) -> None:
-        self.a, self.b1, self.b, self.e, self.w = a, b1, b, e, w
-        self.left, self.right, self.k = (
-            _Refreshed(T, D, p_L),
-            _Refreshed(T, D, T // 2 if p_R is None else p_R),
-            -1,
-        )
+    a, b1, b, e, w, k = 3e-3, 0.9, 0.98, 1e-8, 0.01, -1
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""
@@ -157,29 +155,10 @@ class KLShampoo:
         return W
 
 
-class Shampoo:
+class Shampoo(_Rules):
     """One matrix by Shampoo with Adam's grafting; u: damping."""
 
-    def __init__(
-        self,
-        a=1e-3,
-        b1=0.9,
-        b2=0.99,
-        b=0.99,
-        u=1e-6,
-        e=1e-8,
-        w=0.01,
-        T=10,
-        D=0,
-        p_L=0,
-        p_R=None,
-    ) -> None:
-        self.a, self.b1, self.b2, self.b, self.u, self.e, self.w = a, b1, b2, b, u, e, w
-        self.left, self.right, self.k = (
-            _Refreshed(T, D, p_L),
-            _Refreshed(T, D, T // 2 if p_R is None else p_R),
-            0,
-        )
+    a, b1, b2, b, u, e, w, k = 1e-3, 0.9, 0.99, 0.99, 1e-6, 1e-8, 0.01, 0
 
     def step(self, W: Matrix, G: Matrix) -> Matrix:
         """The next weights."""

@@ -154,11 +154,9 @@ class Refresher:
             if not is_now:  # here, as another rank's silence may make it run steps later
                 work = work._replace(factor=work.factor.clone())
             run = partial(self._enqueue, work, is_now=is_now)
-        elif is_now:
-            run = partial(self._on_host_now, *self._copies(work, copy=False), unit, step)
         else:
-            copies = self._copies(work, copy=True)
-            run = partial(self._workers().submit, self._on_host, *copies, unit, step)
+            compute = partial(self._on_host, *self._copies(work, copy=not is_now), unit, step)
+            run = partial(_now if is_now else self._workers().submit, compute)
         return run() if self.share is None or is_first else self.share(unit, run)
 
     def finish(self, job: Job, device: torch.device) -> Value:
@@ -213,10 +211,6 @@ class Refresher:
         if self.recorder is not None:
             self.recorder.span("root", start, time.perf_counter(), unit=unit, step=step)
         return Ready(value)
-
-    def _on_host_now(self, work: Work, mark: Any, unit: int, step: int) -> Job:
-        with exact_products():
-            return completed(self._on_host(work, mark, unit, step))
 
     def _enqueue(self, work: Work, *, is_now: bool) -> Job:
         stream, failures = self._side_of(work.factor.device)
@@ -284,6 +278,11 @@ def completed(ready: Ready) -> Job:
     job: Job = Future()
     job.set_result(ready)
     return job
+
+
+def _now(compute: Callable[[], Ready]) -> Job:
+    with exact_products():
+        return completed(compute())
 
 
 def _one_core_behind_training() -> None:

@@ -1,5 +1,6 @@
 """Shampoo: inverse roots of Kronecker factors, grafted to the norm of Adam's step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._optimizer import FACTORS, SecondOrder, check_fraction, check_sizes
+from gossipgrad.second_order._optimizer import FACTORS, SecondOrder, factor_beta
 from gossipgrad.second_order._refresh import Refresh, Value
 from gossipgrad.second_order._roots import ROOTS
 from gossipgrad.second_order._symmetric import add_gram
@@ -109,8 +110,9 @@ class Shampoo(SecondOrder):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """See the base."""
-        check_fraction(group, "shampoo_beta")
-        check_sizes(group, "damping", "max_dim")
+        super().check_group(group)
+        if not 0 < group["damping"] < math.inf:
+            raise ValueError(f"damping={group['damping']!r} must be a positive number")
         for name, known in (("graft", _GRAFTS), ("root_method", ("auto", *ROOTS))):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
@@ -122,10 +124,8 @@ class Shampoo(SecondOrder):
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
         """See the base."""
-        betas = f"betas {tuple(group['betas'])}"
-        shampoo = [] if group["shampoo_beta"] is None else [f"factors {group['shampoo_beta']:g}"]
         roots = f"damping {group['damping']:g}, graft {group['graft']}, {group['root_method']}"
-        return [betas, *shampoo, roots, *self.describe_blocks(group)]
+        return [*super().describe_group(group), roots]
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
         """See the base."""
@@ -136,8 +136,7 @@ class Shampoo(SecondOrder):
         self, unit: Unit, group: Mapping[str, Any], gradient: Tensor, rows: Sequence[int] | None
     ) -> tuple[Tensor, float] | None:
         """See the base."""
-        b1, b2 = group["betas"]
-        b, count = self._beta(group), unit.step + 1
+        (b1, b2), b, count = group["betas"], factor_beta(group), unit.step + 1
         with self.use(unit, FACTORS, rows) as (left, right):
             add_gram(left, gradient, b, 1 - b)
             add_gram(right, gradient.mT, b, 1 - b)
@@ -160,14 +159,10 @@ class Shampoo(SecondOrder):
         """See the base."""
         return partial(
             _find,
-            correction=1 - self._beta(group) ** (unit.step + 1),
+            correction=1 - factor_beta(group) ** (unit.step + 1),
             method=group["root_method"],
             eps=group["damping"],
         )
-
-    @staticmethod
-    def _beta(group: Mapping[str, Any]) -> float:
-        return group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
 
 
 def _find(

@@ -14,7 +14,7 @@ from gossipgrad.second_order._blocks import Unit
 if TYPE_CHECKING:
     from gossipgrad.second_order._optimizer import SecondOrder
 
-__all__ = ["Sharding", "distribute"]
+__all__ = ["Sharding", "check_alike", "distribute"]
 
 _TOGETHER = 8
 """Broadcasts under way at a time: more hide more, and need the memory of as many units."""
@@ -41,15 +41,10 @@ class Sharding:
             )
         self._group, self._optimizer = group, weakref.ref(optimizer)
         self.rank = dist.get_rank(group)
-        described = f"{type(optimizer).__name__} of {[u.shape for u in optimizer.plan()]}"
         said: list[str] = [""] * dist.get_world_size(group)
+        described = f"{type(optimizer).__name__} of {[u.shape for u in optimizer.plan()]}"
         dist.all_gather_object(said, f"{described}, {optimizer.refresh}", group=group)
-        if len(set(said)) > 1:
-            other = next(rank for rank, each in enumerate(said) if each != said[0])
-            raise AgreementError(
-                f"rank {other} shards {said[other]}, and rank 0 {said[0]}: build the same "
-                "optimizer and settings on every rank"
-            )
+        check_alike(said)
         optimizer.sharding = self
 
     @property
@@ -93,6 +88,16 @@ class Sharding:
         work = dist.broadcast(stack, group=self._group, group_src=unit.owner, async_op=True)
         assert work is not None
         return work
+
+
+def check_alike(said: Sequence[str]) -> None:
+    """Raise `AgreementError` if ranks describe different optimizers."""
+    for rank, each in enumerate(said):
+        if each != said[0]:
+            raise AgreementError(
+                f"rank {rank} shares {each}, and rank 0 {said[0]}: build the same optimizer and "
+                "settings on every rank"
+            )
 
 
 def distribute(costs: Sequence[float], loads: list[float]) -> list[int]:

@@ -26,11 +26,11 @@ from gossipgrad.comm import (
     resolve_group,
     resolve_transport,
 )
-from gossipgrad.errors import AgreementError, GossipError
+from gossipgrad.errors import GossipError
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import FACTORS, SecondOrder
 from gossipgrad.second_order._refresh import Job, Ready, Value
-from gossipgrad.second_order._sharding import Sharding, distribute
+from gossipgrad.second_order._sharding import Sharding, check_alike, distribute
 
 __all__ = ["RootSharing", "ShareStats", "share_roots"]
 
@@ -177,13 +177,7 @@ class RootSharing:
         costs = [math.prod(parts[0][0]) * float(parts[0][0][-1]) for parts in self._specs]
         self._owners = distribute(costs, [0.0] * group.world_size)
         described = f"{type(optimizer).__name__} with roots {self._specs}, {optimizer.refresh}"
-        said = group.all_gather_object(described)
-        if len(set(said)) > 1:
-            other = next(rank for rank, each in enumerate(said) if each != said[0])
-            raise AgreementError(
-                f"rank {other} shares {said[other]}, and rank 0 {said[0]}: build the same "
-                "optimizer and settings on every rank"
-            )
+        check_alike(group.all_gather_object(described))
         run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
         sizes = [sum(math.prod(s) * d.itemsize for s, d in parts) for parts in self._specs]
         self._channel = Channel(transport(group, max(sizes, default=1)), run=run, plan=[])

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossipgrad.optim import Parameters
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._eigenbasis import Eigenbasis
-from gossipgrad.second_order._optimizer import FACTORS, check_fraction
+from gossipgrad.second_order._optimizer import FACTORS, factor_beta
 from gossipgrad.second_order._refresh import Refresh
 from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers
@@ -120,17 +120,6 @@ class SOAP(Eigenbasis):
             adamw=adamw,
         )
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """See the base."""
-        super().check_group(group)
-        check_fraction(group, "shampoo_beta")
-
-    def describe_group(self, group: Mapping[str, Any]) -> list[str]:
-        """See the base."""
-        betas = f"betas {tuple(group['betas'])}"
-        shampoo = [] if group["shampoo_beta"] is None else [f"factors {group['shampoo_beta']:g}"]
-        return [betas, *shampoo, *self.describe_blocks(group)]
-
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
         """See the base."""
         return super().shapes(unit) | {"square": unit.shape}
@@ -139,8 +128,7 @@ class SOAP(Eigenbasis):
         self, unit: Unit, group: Mapping[str, Any], gradient: Tensor, rows: Sequence[int] | None
     ) -> tuple[Tensor, float] | None:
         """See the base."""
-        b1, b2 = group["betas"]
-        b = b2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+        (b1, b2), b = group["betas"], factor_beta(group)
         if unit.step == 0:
             with self.use(unit, FACTORS, rows) as factors:
                 _add(factors, gradient, b)
