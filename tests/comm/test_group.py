@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +83,16 @@ def test_what_all_have_is_gathered_in_the_order_of_ranks(at_once_bytes):
     expected = torch.cat([torch.arange(5.0) + 10 * rank for rank in range(3)])
     for gathered in run_ranks(3, work):
         assert torch.equal(gathered, expected)
+
+
+def test_each_rank_gets_its_part_of_every_other():
+    def work(rank, group):
+        mine = torch.arange(6).view(3, 2) + 10 * rank
+        return group.all_to_all_into_(torch.empty_like(mine), mine)
+
+    for rank, received in enumerate(run_ranks(3, work)):
+        expected = [[10 * other + 2 * rank, 10 * other + 2 * rank + 1] for other in range(3)]
+        assert received.tolist() == expected
 
 
 def test_one_rank_needs_nobody():
@@ -202,37 +211,22 @@ def test_a_collective_that_some_never_come_to_ends_in_time_and_names_them(monkey
         assert "rank 0" not in said
 
 
-def in_a_wait_of_rank_0(monkeypatch, act):
-    """Does something once, as a signal handler does, while rank 0 waits in a collective."""
-    armed = threading.Event()
-
-    def sleep(seconds):
-        if threading.current_thread().name == "rank 0" and armed.is_set():
-            armed.clear()
-            act()
-        time.sleep(seconds)
-
-    monkeypatch.setattr(_group, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    return armed
-
-
 @pytest.mark.parametrize("way", ["interrupt", "close"])
-def test_a_signal_in_the_middle_of_a_collective_ends_it_everywhere(monkeypatch, way):
-    groups, ended = {}, threading.Event()
-
-    def act():
-        if way == "interrupt":
-            raise KeyboardInterrupt
-        with pytest.raises(GossipError, match="in the middle of another of the same thread"):
-            groups[0].barrier()
-        groups[0].close()
-
-    armed = in_a_wait_of_rank_0(monkeypatch, act)
+def test_a_signal_in_the_middle_of_a_collective_ends_it_everywhere(way):
+    ended = threading.Event()
 
     def work(rank, group):
-        groups[rank] = group
+        def listen():
+            if rank != 0 or ended.is_set():
+                return
+            if way == "interrupt":
+                raise KeyboardInterrupt
+            with pytest.raises(GossipError, match="in the middle of another of the same thread"):
+                group.barrier()
+            group.close()
+
+        group.follow(lambda: None, "followed", listen=listen)
         if rank == 0:
-            armed.set()
             error = KeyboardInterrupt if way == "interrupt" else GossipError
             with pytest.raises(error):
                 group.barrier()

@@ -27,9 +27,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.0005
-_MOST_POLL_SECONDS = 0.005
-_POLL_SHARE = 1 / 40  # of the wait so far: polling costs ranks of the same machine CPU time
+_LOOK_SECONDS = 0.02  # between two looks for lost members while a collective runs
 _AT_ONCE_BYTES = 1024  # of one packet
 _CHUNK_BYTES = 8 << 20  # each within the time that a collective may take, on slow networks too
 _LISTEN_SECONDS = 0.05
@@ -212,11 +210,24 @@ class Group:
         if len(self.members) == 1:
             return gathered.copy_(mine)
         if mine.nbytes <= self.at_once_bytes:
-            copies = mine.repeat(len(self.members))
-            self._run(lambda gloo: gloo.alltoall_base(gathered, copies, [], []))
-        else:
-            self._run(lambda gloo: gloo._allgather_base(gathered, mine))
+            return self.all_to_all_into_(gathered, mine.repeat(len(self.members)))
+        self._run(lambda gloo: gloo._allgather_base(gathered, mine))
         return gathered
+
+    @torch.no_grad()
+    def all_to_all_into_(self, received: Tensor, mine: Tensor) -> Tensor:
+        """Send the i-th part of `mine` to the i-th member, and receive a part of each.
+
+        Args:
+            received: Contiguous, in host memory, of the size of `mine`; gets the members' parts in
+                their order.
+            mine: Contiguous, in host memory: a part of equal size for each member, in their order.
+        """
+        if len(self.members) == 1:
+            return received.copy_(mine)
+        flat, out = mine.view(-1), received.view(-1)
+        self._run(lambda gloo: gloo.alltoall_base(out, flat, [], []))
+        return received
 
     @torch.no_grad()
     def broadcast_(self, tensor: Tensor, source: int | None = None) -> Tensor:
@@ -446,14 +457,17 @@ class Group:
 
     def _wait(self, work: Any, *, meets: bool) -> None:
         # Gloo itself notices a rank that left or died, but not one that hangs.
-        start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
+        deadline, look = Deadline(self._timeout_seconds), timedelta(seconds=_LOOK_SECONDS)
         end_in_vain = self._end_in_vain(connects=False, meets=meets)
         waiting = self._rendezvous.waiting()
         try:
-            while not work.is_completed():
-                waited_seconds = time.monotonic() - start
-                poll_seconds = max(_POLL_SECONDS, _POLL_SHARE * waited_seconds)
-                time.sleep(min(poll_seconds, _MOST_POLL_SECONDS))
+            while True:
+                try:
+                    work.wait(look)
+                    break
+                except RuntimeError:
+                    if work.is_completed():  # it has failed; else it runs on
+                        break
                 end_in_vain()
                 self._warn_of(waiting.missing())
                 if deadline.is_over():

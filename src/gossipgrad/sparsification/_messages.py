@@ -158,8 +158,7 @@ class Split:
         """Send the parts and the sums; return what to add up, in this order on all ranks."""
         host = staging.to_host(self._parts)
         received = self._received if host is self._parts else torch.empty_like(host)
-        # `Group` has no method for it.
-        group._run(lambda gloo: gloo.alltoall_base(received.view(-1), host.view(-1), [], []))
+        group.all_to_all_into_(received, host)
         parts = staging.from_host(received, self._received)
         step = _same_step(parts)
         total = torch.zeros(self._rows, dtype=self._dtype, device=parts.device)
