@@ -156,9 +156,12 @@ def assume_costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     def curve(most: float) -> PiecewiseCost:
         return PiecewiseCost(sizes=(1.0, 1000.0), seconds=(1e-9, most))
 
-    def assumed(settings: Any, *_: object, **__: object) -> Generator[None, None, list[Method]]:
+    def assumed(
+        settings: Any, *_: object, **__: object
+    ) -> Generator[None, None, tuple[list[Method], None]]:
         yield
-        return [Method(name, curve(1e-9), curve(seconds[name])) for name in settings.methods]
+        methods = [Method(name, curve(1e-9), curve(seconds[name])) for name in settings.methods]
+        return methods, None
 
     monkeypatch.setattr(_planner, "measure_methods", assumed)
 

@@ -171,7 +171,7 @@ def is_averaged(model: nn.Module, island: dist.ProcessGroup) -> bool:
 def _reduced_by_living(own: Container[int]) -> set[int]:
     over: set[int] = set()
     for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel) and any(
+        if DistributedDataParallel in type(each).__mro__ and any(
             id(parameter) in own for parameter in each.parameters()
         ):
             over |= {*dist.get_process_group_ranks(each.process_group)}

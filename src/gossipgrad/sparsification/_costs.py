@@ -1,7 +1,7 @@
 """Measurement of the cost of selection and collectives, with their own code, step by step."""
 
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -14,15 +14,14 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["measure_methods"]
 
-_FIRST_ELEMENTS = 256
-_GROWTH = 8
+_FEWEST_ELEMENTS = 1 << 10
+_SHRINKS = 16  # from one size to the next
 _MOST_ELEMENTS = 1 << 22
-_RUNS = 3  # per size, after one that allocates memory
-_FEWEST_SIZES = 2  # for a line
-_LONGEST_RUN = 2.0  # steps: a size that is expected to take longer is not measured
+_RUNS = 3  # per size; the first allocates memory and does not count
 _NO_TIME_SECONDS = 1e-9  # a lower bound for times below the clock's resolution
 
-Times = tuple[float, float, float]
+Times = tuple[float, ...]
+"""Seconds of selection, of the collective, and of the sum."""
 
 
 def measure_methods(
@@ -32,66 +31,84 @@ def measure_methods(
     dtype: torch.dtype,
     *,
     density: float,
-    step_seconds: float,
-) -> Generator[None, None, list[Method]]:
-    """Measure every method that a plan may use; yield after about a step's time."""
-    # Each time is the least of some runs, and a median over ranks, so all ranks decide alike. A
-    # size that is expected to take longer than two steps is not measured: costs continue with the
-    # slope of the last two sizes.
+    dense_seconds: float | None,
+) -> Generator[None, None, tuple[list[Method], str | None]]:
+    """Measure every method that a plan may use; yield after each run, so a step has one.
+
+    Return the methods, and why none is sparse: all elements together take longer sparse than the
+    time of their all-reduce in steps, if that is given, so every part does.
+    """
+    # Each time is the least of some runs, as what else the machine does only adds, and a median
+    # over ranks, so all ranks decide alike.
     elements = sum(p.numel() for p in parameters)
-    begun_seconds = perf_counter()
-    methods: list[Method] = []
-    for name in settings.methods:
-        times: list[Times] = []
-        sizes: list[int] = []
-        for size in _sizes(elements):
-            too_long = bool(times) and _GROWTH * sum(times[-1]) > _LONGEST_RUN * step_seconds
-            if too_long and len(sizes) >= _FEWEST_SIZES:
-                break
+    sizes = _sizes(elements)
+    names = settings.methods if settings.plan == "optimal" else settings.methods[:1]
+    mine: dict[str, dict[int, Times]] = {name: {} for name in names}
+    if dense_seconds is not None:
+        mine["dense"][sizes[0]] = 0.0, dense_seconds * sizes[0] / elements, 0.0
+    refused = None
+    for name in names:
+        for size in sizes:
+            if size in mine[name]:
+                continue
             tensors = 1
             if settings.select == "per_tensor":
                 tensors = max(1, round(len(parameters) / elements * size))
             grads = _random_gradients(size, tensors, parameters[0].device, dtype)
             made = _make_group(name, grads, settings, group, density)
-            for count in (1, _RUNS):
-                runs = [_run_once(made, grads, group) for _ in range(count)]
-                mine = [*map(min, zip(*runs, strict=True))]  # what else the machine does only adds
-                of_ranks = group.all_gather_object([*mine, perf_counter() - begun_seconds])
-                select, gather, add, spent = map(statistics.median, zip(*of_ranks, strict=True))
-                if spent > step_seconds:
-                    yield
-                    begun_seconds = perf_counter()
-                if len(sizes) >= _FEWEST_SIZES and select + gather + add > step_seconds:
-                    break  # once is enough
-            sizes.append(size)
-            times.append((select, gather, add))
-        methods.append(_make_method(name, sizes, times))
-    return methods
+            runs = []
+            for _ in range(_RUNS):
+                runs.append(_run_once(made, grads, group))
+                yield
+            mine[name][size] = tuple(map(min, zip(*runs[1:], strict=True)))
+            if name == "sparse" and size == sizes[0] and dense_seconds is not None:
+                sparse, dense = (sum(_agreed(mine, group)[of][size]) for of in ("sparse", "dense"))
+                if sparse >= dense:
+                    refused = (
+                        f"to select and exchange {density:g} of {size:,} elements takes "
+                        f"{1e3 * sparse:.3g} ms, and their all-reduce {1e3 * dense:.3g} ms"
+                    )
+                    del mine["sparse"]
+                    sizes = sizes[:1]  # nothing is left to plan
+                    break
+    return [_make_method(name, times) for name, times in _agreed(mine, group).items()], refused
 
 
-def _make_method(name: str, sizes: Sequence[int], times: Sequence[Times]) -> Method:
+def _agreed(mine: Mapping[str, Mapping[int, Times]], group: Group) -> dict[str, dict[int, Times]]:
+    """Return medians over ranks."""
+    keys = [(name, size) for name, times in mine.items() for size in times]
+    of_ranks = group.all_gather_object([mine[name][size] for name, size in keys])
+    agreed: dict[str, dict[int, Times]] = {name: {} for name in mine}
+    for (name, size), all_times in zip(keys, zip(*of_ranks, strict=True), strict=True):
+        agreed[name][size] = tuple(map(statistics.median, zip(*all_times, strict=True)))
+    return agreed
+
+
+def _make_method(name: str, times: Mapping[int, Times]) -> Method:
     """Fit curves through the measurements; an element costs at least as much as the last ones."""
     # An idle link passes a short message faster than its rate. In a step, other messages precede
     # it.
-    gathers = [gather for _, gather, _ in times]
-    slope = max(0.0, (gathers[-1] - gathers[-2]) / (sizes[-1] - sizes[-2]))
-    slope = min(slope, gathers[-1] / sizes[-1])
-    selects = [max(select, _NO_TIME_SECONDS) for select, _, _ in times]
-    arrivals = [
-        max(gather, slope * size, _NO_TIME_SECONDS) + add
-        for size, (_, gather, add) in zip(sizes, times, strict=True)
-    ]
+    sizes = sorted(times)
+    before, last = (sizes[-2], sizes[-1]) if len(sizes) > 1 else (0, sizes[-1])
+    gather = {0: 0.0} | {size: of[1] for size, of in times.items()}
+    slope = max(0.0, (gather[last] - gather[before]) / (last - before))
+    slope = min(slope, gather[last] / last)
+    if len(sizes) == 1:
+        sizes = [max(1, last // 2), last]
+    selects, arrivals = [], []
+    for size in sizes:
+        select, gather_seconds, add = times.get(size, (0.0, 0.0, 0.0))
+        selects.append(max(select, _NO_TIME_SECONDS))
+        arrivals.append(max(gather_seconds, slope * size, _NO_TIME_SECONDS) + add)
     return Method(name, PiecewiseCost.fit(sizes, selects), PiecewiseCost.fit(sizes, arrivals))
 
 
 def _sizes(elements: int) -> list[int]:
-    sizes = []
-    size = _FIRST_ELEMENTS
-    last = min(elements, _MOST_ELEMENTS)
-    while size < last:
-        sizes.append(size)
-        size *= _GROWTH
-    return [*sizes, last] if sizes else [last, 2 * last]
+    """Return the sizes to measure, the largest first; two or more."""
+    sizes = [min(elements, _MOST_ELEMENTS)]
+    while sizes[-1] >= _SHRINKS * _FEWEST_ELEMENTS:
+        sizes.append(sizes[-1] // _SHRINKS)
+    return sizes if len(sizes) > 1 else [2 * elements, elements]
 
 
 def _random_gradients(
@@ -122,9 +139,6 @@ def _run_once(made: MergedGroup, grads: Sequence[torch.Tensor], group: Group) ->
     begun = _now(grads[0].device)
     made.begin(grads)
     select = _now(grads[0].device) - begun
-    # A rank that has waited long in the first polls less often and leaves it late, which would
-    # count as time of the collective on all others; in the second no rank waits long.
-    group.barrier()
     group.barrier()
     begun = perf_counter()
     made.exchange(group)

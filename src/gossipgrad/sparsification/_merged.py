@@ -300,10 +300,15 @@ class MergedGroup:
         for total, residual, grad in zip(self._total_views, kept, grads, strict=True):
             if grad is None:
                 total.zero_() if residual is None else total.copy_(residual)
-            elif residual is None:
+            elif residual is not None:
+                torch.add(residual, grad, out=total)
+            elif self.sparse or grad.dtype != total.dtype:
                 torch.add(grad, 0.0, out=total)
             else:
-                torch.add(residual, grad, out=total)
+                torch.mul(grad, 1 / self._world_size, out=total)
+                continue
+            if not self.sparse:  # divide first, as DistributedDataParallel: sums of fp16 overflow
+                total.mul_(1 / self._world_size)
 
     def _select(self) -> None:
         assert self._messages is not None
@@ -348,18 +353,12 @@ class MergedGroup:
         total = self._with_room(self._total)[: self.numel + _STEPS]
         total[self.numel :] = 0
         total[self.numel + sum(self.step) % _STEPS] = 1
-        is_narrow = self.dense_dtype.itemsize < self.dtype.itemsize
-        if is_narrow:  # divide first: sums of fp16 overflow soon
-            host = self._staging.to_host(total.div_(self._world_size).to(self.dense_dtype))
-        else:
-            host = self._staging.to_host(total)
+        host = self._staging.to_host(total.to(self.dense_dtype))
         group.all_reduce_(host)
         if host is not total:
             total.copy_(host)
         if int(total[self.numel :].count_nonzero()) > 1:
             raise GossipError(unequal_steps())
-        if not is_narrow:
-            self._total.div_(self._world_size)
         self.finite = math.isfinite(float(self._total.sum()))
         self.gather_seconds = perf_counter() - start
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("gossipgrad")
 
 _WARM_ROUNDS = 2  # to allocate memory, start threads, fill caches
 _TIMED_ROUNDS = 5
-_FIRST_BYTES = 25 << 20  # of a group until there is a plan, as of DistributedDataParallel
+_BUCKETS = {"size_bytes": 25 << 20, "first_size_bytes": 1 << 20}  # DistributedDataParallel's
 _COMPARED_ROUNDS = 3  # per turn, after one round to change plans
 _TURNS = ("plan", "dense", "plan", "dense")
 _FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried
@@ -67,6 +67,7 @@ class Planner:
         self._dense: Plan | None = None  # the dense plan, until the choice between them is final
         self._ended_seconds = perf_counter()  # the end of the last round and its follow-up
         self._period_seconds = 0.0  # from then until the end of this round
+        self._dense_periods: deque[float] = deque(maxlen=_TIMED_ROUNDS)  # with whole gradients
         self._phase: Phase | None = None
         self._is_searching = settings.measures
 
@@ -101,49 +102,55 @@ class Planner:
         self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.compared_seconds = dict(state["compared_seconds"])
+        self._dense_periods.clear()
         self._phase, self._is_searching = None, self._settings.measures and not self.decided
 
     def _search(self, aggregation: Aggregation) -> Phase:
         """Find a plan; every `yield` is a step of the user's."""
-        # 1. Time backward.
+        # 1. Time backward, and for "optimal" the all-reduce of whole gradients.
         # 2. The ranks measure selection and collectives together, at the density that training has
-        #    after a `Warmup`.
+        #    after a `Warmup`. Where a sparse message of all takes longer than that all-reduce, the
+        #    search is over.
         # 3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own:
         #    different processors round differently.
-        # 4. For "optimal", the plan and the best dense plan alternate for some steps at each
-        #    density, until the plan is faster; until then the dense one is used. The plan has to
-        #    save `LEAST_SAVING` of a step, since delayed elements cost accuracy.
+        # 4. For "optimal", the plan and whole gradients in the buckets of DistributedDataParallel
+        #    alternate for some steps at each density, until the plan is faster; until then
+        #    gradients are whole. The plan has to save `LEAST_SAVING` of a step, since delayed
+        #    elements cost accuracy.
         if self.plan is None:
-            step_seconds = yield from self._time_backward(aggregation)
-            self.methods = yield from measure_methods(
+            dense_seconds = yield from self._time_backward(aggregation)
+            self.methods, refused = yield from measure_methods(
                 self._settings,
                 self._group,
                 aggregation.parameters,
                 aggregation.dtype,
                 density=final_density(self._settings.density),
-                step_seconds=step_seconds,
+                dense_seconds=dense_seconds,
             )
-            yield from self._compute(aggregation)
+            yield from self._compute(aggregation, refused)
         if self._dense is not None:
             yield from self._choose(aggregation)
 
-    def _time_backward(self, aggregation: Aggregation) -> Generator[None, None, float]:
-        """Record times and order of gradients; return the duration of a step."""
-        stamps, periods = [], []
+    def _time_backward(self, aggregation: Aggregation) -> Generator[None, None, float | None]:
+        """Record times and order of gradients; return the time of all-reduces, if all are whole."""
+        stamps, exchanges = [], []
         for _ in range(_WARM_ROUNDS):
             yield
         for timed in range(_TIMED_ROUNDS):
             if timed:
                 yield
             stamps.append(aggregation.stamps())
-            periods.append(self._period_seconds)
-        mine = [_medians(stamps), statistics.median(periods)]
-        of_ranks = self._group.all_gather_object(mine)
+            exchanges.append(sum(made.gather_seconds for made in aggregation.groups))
+            self._dense_periods.append(self._period_seconds)
+        of_ranks = self._group.all_gather_object([_medians(stamps), exchanges])
         names, self.backward_seconds = backward_of([of for of, _ in of_ranks], aggregation.names)
         aggregation.regroup(self.first_merges, names=names)
-        return statistics.median(period for _, period in of_ranks)
+        if self._settings.plan != "optimal" or any(m.method != "dense" for m in self.first_merges):
+            return None
+        # The last rank to arrive waits for no other: its time is the collective's.
+        return statistics.median(map(min, zip(*(each for _, each in of_ranks), strict=True)))
 
-    def _compute(self, aggregation: Aggregation) -> Phase:
+    def _compute(self, aggregation: Aggregation, refused: str | None) -> Phase:
         """Compute the plan on rank 0, and apply it on all ranks."""
         computed: Future[dict[str, Any]] | None = None
         if self._group.rank == 0:
@@ -155,6 +162,7 @@ class Planner:
                 aggregation.sizes,
                 tuple(aggregation.names),
                 self.methods,
+                aggregation.dtype.itemsize,
             )
             executor.shutdown(wait=False)
         found = None
@@ -164,7 +172,9 @@ class Planner:
             found = self._group.broadcast_object(mine)
         self.alternatives = dict(found["alternatives"])
         self.plan = Plan.from_json(found["plan"])
-        if found["dense"] is not None and is_sparse(self.plan):
+        if refused is not None:
+            self._refuse(refused)
+        elif found["dense"] is not None and is_sparse(self.plan):
             self._dense = Plan.from_json(found["dense"])
         elif found["dense"] is not None:
             self._refuse(
@@ -179,15 +189,17 @@ class Planner:
         assert self.plan is not None
         assert self._dense is not None
         own, dense = self.plan, self._dense
-        recent: deque[float] = deque(maxlen=_COMPARED_ROUNDS)  # periods of the dense plan
+        if not self._dense_periods:  # after a state was loaded
+            self._use(dense, aggregation)
+            for _ in range(_COMPARED_ROUNDS):
+                yield
+                self._dense_periods.append(self._period_seconds)
         while True:
             density = aggregation.density
             if density < 1:
-                yield from self._compare(aggregation, own, dense, recent)
+                yield from self._compare(aggregation, own, dense)
                 with_plan, with_dense = map(self.compared_seconds.get, ("plan", "dense"))
-                if with_plan is not None and (
-                    with_dense is None or with_plan <= (1 - LEAST_SAVING) * with_dense
-                ):
+                if with_plan and with_dense and with_plan <= (1 - LEAST_SAVING) * with_dense:
                     self._dense = None
                     self._use(own, aggregation)
                     return
@@ -204,30 +216,32 @@ class Planner:
                 return
             while aggregation.density == density:
                 yield
-                recent.append(self._period_seconds)
+                self._dense_periods.append(self._period_seconds)
 
-    def _compare(
-        self, aggregation: Aggregation, own: Plan, dense: Plan, recent: Sequence[float]
-    ) -> Phase:
-        """Alternate two plans for some real steps; store their times in `compared_seconds`."""
+    def _compare(self, aggregation: Aggregation, own: Plan, dense: Plan) -> Phase:
+        """Alternate two plans for some real steps; store their times in `compared_seconds`.
+
+        The first turn of the plan may be enough: its best step is slower than steps before it
+        with whole gradients, or all its steps are far faster.
+        """
         self.compared_seconds = {}
         periods: dict[str, list[float]] = {"plan": [], "dense": []}
+        before = self._agreed(self._dense_periods)
         for turn, name in enumerate(_TURNS):
             self._use(own if name == "plan" else dense, aggregation)
-            yield
             if turn == 0 and not any(made.sparse for made in aggregation.groups):
                 return
+            yield
             for _ in range(_COMPARED_ROUNDS):
                 yield
                 periods[name].append(self._period_seconds)
-            if turn == 0:
-                with_plan = self._agreed(periods["plan"])
-                later_seconds = dense.finish_seconds - own.finish_seconds
-                with_dense = self._agreed(recent) if recent else with_plan + later_seconds
-                if with_dense > _FAR_SLOWER * with_plan:
-                    periods["dense"] += recent
-                    break
-        self.compared_seconds = {name: self._agreed(of) for name, of in periods.items() if of}
+            if turn == 0 and (
+                before > _FAR_SLOWER * self._agreed(periods["plan"])
+                or before < self._agreed([min(periods["plan"])])
+            ):
+                periods["dense"] += self._dense_periods
+                break
+        self.compared_seconds = {name: self._agreed(of) for name, of in periods.items()}
 
     def _use(self, plan: Plan, aggregation: Aggregation) -> None:
         if plan.groups != aggregation.merges:
@@ -277,11 +291,22 @@ def _computed(
     sizes: Sequence[int],
     names: tuple[str, ...],
     methods: Sequence[Method],
+    element_bytes: int,
 ) -> dict[str, Any]:
-    """Return the requested plan, and the best dense plan if they are to be compared."""
+    """Return the requested plan, and that of whole gradients if they are to be compared."""
     assert isinstance(settings.plan, str)
     optimal = settings.plan == "optimal"
+    whole = [
+        threshold(backward, sizes, method, **_BUCKETS, element_bytes=element_bytes)
+        for method in methods
+        if method.name != "sparse"
+    ]
+    dense = min(whole, key=lambda each: each.finish_seconds, default=None)
     made = _RULES[settings.plan](backward, sizes, methods if optimal else methods[0])
+    if not optimal or "sparse" not in settings.methods:
+        dense = None
+    elif dense is not None and not is_sparse(made):
+        made = dense  # in the buckets of all others
     others = {
         f"{name}, {method.name}": _RULES[name](backward, sizes, method).finish_seconds
         for method in methods
@@ -292,26 +317,31 @@ def _computed(
         "dense": None,
         "alternatives": others,
     }
-    dense = [method for method in methods if method.name != "sparse"]
-    if optimal and dense and len(dense) < len(methods):
-        found["dense"] = replace(plan(backward, sizes, dense), names=names).to_json()
-        found["sparse_seconds"] = min(others[f"{name}, sparse"] for name in _ALTERNATIVES)
+    if dense is not None:
+        found["dense"] = replace(dense, names=names).to_json()
+        found["sparse_seconds"] = min(
+            (others[f"{name}, sparse"] for name in _ALTERNATIVES if f"{name}, sparse" in others),
+            default=None,
+        )
     return found
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:
-    """Return the first groups of a session: those requested, or those of `_FIRST_BYTES`."""
+    """Return the first groups of a session: those requested, or `_BUCKETS`, whole if they may."""
     rule = settings.plan
     if isinstance(rule, Plan):
         check_plan_fits(rule, len(sizes_bytes), settings.methods)
         return rule.groups
+    name = settings.methods[0]
     if isinstance(rule, int):
         make: Callable[..., Plan] = partial(threshold, size_bytes=rule, element_bytes=1)
     elif rule in MEASURED_RULES:
-        make = partial(threshold, size_bytes=_FIRST_BYTES, element_bytes=1)
+        make = partial(threshold, **_BUCKETS, element_bytes=1)
+        if rule == "optimal":
+            name = next((each for each in settings.methods if each != "sparse"), name)
     else:
         make = _RULES[rule]
-    free = Method(settings.methods[0], lambda size: 0.0, lambda size: 0.0)
+    free = Method(name, lambda size: 0.0, lambda size: 0.0)
     return make([0.0] * len(sizes_bytes), sizes_bytes, free).groups
 
 
