@@ -84,6 +84,14 @@ def test_a_sparse_step_of_even_ranks_is_that_of_the_plan(p):
     assert plan.names == RESNET.names
 
 
+def test_sparse_bytes_do_not_grow_with_the_ranks_above_8():
+    sent = {
+        p: gg.predict(RESNET, GIGABIT, Sparse(), world_size=p, steps=8).bytes_sent_per_step
+        for p in (16, 64)
+    }
+    assert sent[64] == pytest.approx(sent[16], rel=0.1)
+
+
 def test_stale_gossip_never_waits_and_skips_rounds_for_which_its_link_has_no_time():
     workers = Workers(jitter=0.1, stragglers=1, straggler_factor=5.0)
     slow, fast = (

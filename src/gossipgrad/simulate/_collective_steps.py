@@ -1,5 +1,6 @@
 """When steps end with all-reduce of gradients, with sparse gradients, or without communication."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ._network import Network
 __all__ = ["AllReduce", "CountCost", "Local", "Sparse"]
 
 _PAIR_BYTES = 8  # a float32 and its index
+_GATHERING_RANKS = 8  # with more, gg.sparsify splits and reduces
 
 
 class _Group(NamedTuple):
@@ -101,7 +103,10 @@ class CountCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sparse(Strategy):
-    """Gradients in merged groups, of each all elements all-reduced or the largest gathered.
+    """Gradients in merged groups, of each all elements all-reduced or the largest exchanged.
+
+    Up to 8 ranks all gather the elements of all. With more, each rank adds up those of a p-th of
+    the coordinates, and all gather the largest sums, as many as each has sent.
 
     Selection takes turns with backward on each rank; a group travels when the last rank has it and
     the group before has arrived; the update waits for the last group. The plan of groups is that of
@@ -126,14 +131,23 @@ class Sparse(Strategy):
         self, profile: Profile, network: Network, world_size: int
     ) -> tuple[Plan, list[Method]]:
         """The groups, and the methods that they name: sparse, then dense."""
+        gather = network.all_gather(world_size)
         sparse = sparse_all_gather(
-            network.all_gather(world_size),
+            gather,
             density=self.density,
             world_size=world_size,
             select=self.select,
             pair_bytes=_PAIR_BYTES,
             scatter=self.decode,
         )
+        if world_size > _GATHERING_RANKS:
+
+            def split_and_reduce(elements: Any) -> Any:
+                # Parts go to their owners as bytes go in an all-gather of such parts.
+                pairs = np.maximum(np.floor(self.density * elements), 1.0)
+                return 2 * (gather(_PAIR_BYTES * np.ceil(pairs / world_size)) + self.decode(pairs))
+
+            sparse = Method("sparse", self.select, split_and_reduce)
         reduce = network.all_reduce(world_size)
         methods = [sparse, dense_all_reduce(reduce, element_bytes=profile.element_bytes)]
         found = plan(profile.backward_seconds, profile.elements, methods)
@@ -154,8 +168,10 @@ class Sparse(Strategy):
                 groups.append(_Group(ready, float(method.communicate_seconds(elements))))
                 if group.method == "dense":
                     step_bytes += 2 * (p - 1) / p * profile.element_bytes * elements
-                else:
-                    step_bytes += (p - 1) * _PAIR_BYTES * max(1, int(self.density * elements))
+                    continue
+                pairs = max(1, int(self.density * elements))
+                sent = pairs if p <= _GATHERING_RANKS else 2 * math.ceil(pairs / p)
+                step_bytes += (p - 1) * _PAIR_BYTES * sent
         return _GroupedSteps(profile, groups, step_bytes)
 
 

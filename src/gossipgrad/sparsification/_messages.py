@@ -1,6 +1,7 @@
 """Sparse messages of one group: what a rank sends, and the sums that it gets."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,9 @@ class Gather:
         """Send the message; return what to add up, in this order on all ranks."""
         messages = _gathered(group, staging, self._message, self._gathered)
         _same_step(messages)
-        return [_unpacked(self._format, *each) for each in enumerate(messages)]
+        found = [_unpacked(self._format, *each) for each in enumerate(messages)]
+        # The CPU adds up in the order of elements, others add those of one call in any order.
+        return [_together(found)] if self._device.type == "cpu" else found
 
 
 class Split:
@@ -162,10 +165,13 @@ class Split:
         parts = staging.from_host(received, self._received)
         step = _same_step(parts)
         total = torch.zeros(self._rows, dtype=self._dtype, device=parts.device)
-        for rank, (values, rows) in enumerate(zip(*self._views(parts), strict=True)):
-            if int(rows.min()) < 0 or int(rows.max()) >= self._rows:
-                raise GossipError(f"rank {rank} sent rows that are not there: no part of this run")
-            total.index_add_(0, rows.to(torch.int64), values.to(self._dtype))
+        values, rows = self._views(parts)
+        wrong = ((rows < 0) | (rows >= self._rows)).any(1)
+        if bool(wrong.any()):
+            rank = int(wrong.int().argmax())
+            raise GossipError(f"rank {rank} sent rows that are not there: no part of this run")
+        flat = rows.reshape(-1).to(torch.int64)
+        total.index_add_(0, flat, values.reshape(-1).to(self._dtype))
         rows = top_k(total, self._sums.count)
         sums = total[rows]
         _write_steps(self._message.unsqueeze(0), step)
@@ -174,13 +180,12 @@ class Split:
             lost = torch.where(sent == 0, 0, sums - sent.to(self._dtype))  # 0 counts as left out
             self.rounding = Coordinates(self._coordinates(group.rank, rows), lost)
         messages = _gathered(group, staging, self._message, self._gathered)
-        found = [_unpacked(self._sums, *each) for each in enumerate(messages)]
-        return [
-            Coordinates(self._coordinates(owner, rows), values)
-            for owner, (rows, values) in enumerate(found)
-        ]
+        found = _together([_unpacked(self._sums, *each) for each in enumerate(messages)])
+        owners = torch.arange(self._world_size, device=parts.device)
+        owners = owners.repeat_interleave(self._sums.count)
+        return [Coordinates(self._coordinates(owners, found.indices), found.values)]
 
-    def _coordinates(self, owner: int, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    def _coordinates(self, owner: int | Tensor, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return an owner's coordinates in these rows; a short row lacks some."""
         return rows * self._world_size + (owner - _turn(rows)) % self._world_size
 
@@ -222,6 +227,11 @@ def _unpacked(form: SparseFormat, rank: int, message: UInt8[Tensor, " n"]) -> Co
         return Coordinates(*form.unpack(message[:-_STEP_BYTES]))
     except ValueError as error:
         raise GossipError(f"rank {rank} sent what is no message: {error}") from error
+
+
+def _together(found: Sequence[Coordinates]) -> Coordinates:
+    indices, values = zip(*found, strict=True)
+    return Coordinates(torch.cat(indices), torch.cat(values))
 
 
 def _write_steps(messages: UInt8[Tensor, "world size"], step: Step) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from gossipgrad.comm import Faults
 from gossipgrad.train._options import check_fields, make_plain
 
-from ._lockstep import Lockstep
+from ._lockstep import Lockstep, share_muon
 from ._strategy import Replica, Setting, Strategy, check_ranks, ring_bytes
 
 ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
@@ -119,6 +119,7 @@ class AllReduceStrategy(Strategy):
         delays: dict[int, float] = {}
         for (_, step), seconds in Faults.parse(options.faults or "").delays.items():
             delays[step] = max(seconds, delays.get(step, 0.0))
+        share_muon(replica.optimizers)
         running = AllReduce(replica.model, replica.stop, delays)
         if options.faults is not None:
             running.notes.append(f"faults by script: {options.faults}")

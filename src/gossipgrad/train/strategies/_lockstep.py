@@ -1,17 +1,26 @@
 """What all strategies share in which gradients are averaged over all ranks in every step."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+import gossipgrad as gg
 from gossipgrad.comm import distance_to_mean, mean_inside, statistics
 from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
 
 from ._stopping import LockstepStop, explain
 from ._strategy import RunningStrategy, Traffic, all_ranks
+
+
+def share_muon(optimizers: Sequence[Optimizer]) -> None:
+    """Let the ranks share the work of `gg.Muon`: all have equal weights and gradients."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, gg.Muon) and optimizer.process_group is None:
+            optimizer.process_group = dist.group.WORLD
 
 
 class Lockstep(RunningStrategy):

@@ -14,7 +14,7 @@ from gossipgrad.sparsification import Warmup
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
-from ._lockstep import Lockstep
+from ._lockstep import Lockstep, share_muon
 from ._strategy import Replica, Setting, Strategy, Traffic, all_ranks
 
 _STAGES = Warmup(steps=1).densities
@@ -165,4 +165,5 @@ class SparseStrategy(Strategy):
         return found
 
     def build(self, replica: Replica, setting: Setting, options: SparseConfig) -> Sparse:
+        share_muon(replica.optimizers)
         return Sparse(replica, setting, options)
