@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -16,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import tables
+import gossipgrad as gg
 from gossipgrad.topology import analyse, by_name
-from gossipgrad.train import GossipConfig, TrainConfig
+from gossipgrad.train import GossipConfig, TrainConfig, find_world
 from support.agents import run_torchrun
 from support.commands import run_here
 from support.waiting import HANG_SECONDS
@@ -142,7 +143,8 @@ def test_every_choice_of_an_option_is_described():
 
 
 def test_every_guarantee_names_tests_that_exist():
-    promises = {k: v for rows in tables.GUARANTEES.values() for k, v in rows.items()}
+    sections = tomllib.loads((ROOT / "tests" / "guarantees.toml").read_text())
+    promises = {k: v for rows in sections.values() for k, v in rows.items()}
     assert len(promises) >= 50
     for promise, tests in promises.items():
         assert tests, f"no test for: {promise}"
@@ -152,10 +154,45 @@ def test_every_guarantee_names_tests_that_exist():
             assert f"\ndef {name}(" in there, f"there is no {test}"
 
 
-def test_every_guarantee_is_on_the_page():
-    text = tables.PAGE.read_text()
-    assert tables.sections(text) == list(tables.GUARANTEES)
-    assert tables.filled(text) == text, "run python -m benchmarks.tables"
+def test_settings_are_what_predict_recommends():
+    rows = rows_below("settings.md", "| workers | link |")
+    assert len(rows) > 10
+    for workers, link, optimizer, most_loss, use, lost in rows:
+        rate, unit, _ = re.split(r"\s|bit", link)
+        network = gg.simulate.Network.from_rate(float(rate) * {"G": 1e9, "M": 1e6}[unit])
+        found = gg.advise(
+            "resnet50",
+            optimizer.lower(),
+            network=network,
+            world_size=int(workers),
+            most_loss=float(most_loss),
+        ).best
+        assert f"`{found.settings}`" == use, (workers, link, optimizer)
+        assert found.loss == float(lost.split()[0]), (workers, link, optimizer)
+
+
+def test_the_script_for_slurm_and_the_manifest_have_their_form(tmp_path):
+    """Nobody runs them here: their syntax, the launched command, and the world that it finds."""
+    page = ROOT / "docs" / "run.md"
+    (script,) = blocks(page, "bash")
+    (tmp_path / "gossip.sbatch").write_text(script)
+    subprocess.run(["bash", "-n", tmp_path / "gossip.sbatch"], check=True)
+    wanted = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", script, re.MULTILINE))
+    assert {"nodes", "requeue", "signal", "time"} <= wanted.keys()
+    assert script.count("#SBATCH") == len(wanted)
+    assert script.index("--resume") < script.index("scontrol requeue")
+
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(*blocks(page, "yaml"))
+    pod = job["spec"]["template"]["spec"]
+    (worker,) = pod["containers"]
+    environ = {each["name"]: each["value"] for each in worker["env"]} | {"RANK": "3"}
+    world = find_world(environ)
+    assert (world.rank, world.world_size) == (3, job["spec"]["completions"])
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert environ["MASTER_ADDR"] == host
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert worker["args"][0].startswith("RANK=$JOB_COMPLETION_INDEX exec gossipgrad train")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=ids)

@@ -20,7 +20,7 @@ from support.processes import free_port, run_processes
 from support.waiting import until
 
 pytestmark = pytest.mark.process
-GUIDE = Path(__file__).parents[2] / "docs" / "guarantees.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "run.md"
 LOST_STORE = "the rendezvous store is lost"
 
 

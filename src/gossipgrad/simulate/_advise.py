@@ -158,7 +158,7 @@ def _candidates(optimizer: str) -> list[_Candidate]:
         (
             'gg.gossip(model, optimizer, mode="sync", local_steps=32)',
             Gossip(name="local-steps", mode="sync", every=32),
-            "tune it, and the outer one: docs/variants.md",
+            "tune it, and the outer one: docs/settings.md",
         ),
         ("gg.sparsify(model, optimizer)", Sparse(), yours),
         ("gg.suda(model, gg.Muon(model))", Suda(), "that of gg.Muon"),
