@@ -50,7 +50,7 @@ def train_with_a_death(
 
 def guide_command(program: str, having: str) -> str:
     """The one command of the section on several machines that has such an option."""
-    section = GUIDE.read_text().split("## Launchers that keep survivors")[1]
+    section = GUIDE.read_text().split("## Launchers that keep survivors")[1].split("\n## ")[0]
     (command,) = re.findall(rf"^{program} .*{having}.*$", section, re.MULTILINE)
     return command
 
