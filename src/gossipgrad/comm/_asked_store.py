@@ -88,6 +88,7 @@ class AskedStore:
         self.timeout_seconds = timeout_seconds
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._silent: Future[Any] | None = None
+        self._last: Future[Any] | None = None
         self._starting = threading.Lock()
         connect: Callable[[], dist.Store]
         connect = store.clone if isinstance(store, dist.Store) else store  # pyrefly: ignore
@@ -95,6 +96,11 @@ class AskedStore:
         answer = partial(_answer, connect, self._questions)
         self._thread = StoreThread(answer, end, name="gossipgrad-store")
         self.close = weakref.finalize(self, end)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question has no answer yet."""
+        return self._last is not None and not self._last.done()
 
     def ask(
         self,
@@ -136,6 +142,7 @@ class AskedStore:
                 StoreSilentError("this rank has closed its connection to the store")
             )
             return answer
+        self._last = answer
         self._questions.put((question, answer))
         with self._starting:
             if self._thread.ident is None:

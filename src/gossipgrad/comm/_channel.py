@@ -658,7 +658,8 @@ class Channel:
         """Send LEAVE and close the transport, when no other thread receives."""
         try:
             with self._lock:
-                self._notify(Kind.LEAVE, [*self._outboxes], 0)
+                linked = {*self._outboxes, *getattr(self.transport, "linked", ())}
+                self._notify(Kind.LEAVE, linked, 0)
         finally:
             with self._changed:
                 self._is_over = True

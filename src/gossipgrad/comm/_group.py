@@ -100,6 +100,11 @@ class Group:
         self._listened_seconds = -math.inf
         self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
+        # A store that hangs would block this rank, so a thread asks it; at the start on the caller's
+        # own connection: the store looks up the name of each host that connects, and answers nobody
+        # until the name server has answered.
+        store_seconds = min(_STORE_SECONDS, timeout_seconds)
+        self._asked = AskedStore(lambda: store, timeout_seconds=store_seconds)
         self._rendezvous = self._meet()
         if (size := len(self.members)) > 1:
             with self.limit(start_timeout_seconds or timeout_seconds):
@@ -146,13 +151,18 @@ class Group:
 
     @contextlib.contextmanager
     def limit(self, timeout_seconds: float) -> Iterator[None]:
-        """Limit how long collectives wait for other ranks inside; local."""
+        """Limit how long a start waits for other ranks inside; local.
+
+        The store has as long: it answers slowly while many ranks start at once.
+        """
         before = self._timeout_seconds
+        usual_seconds = self._asked.timeout_seconds
         self._timeout_seconds = min(before, timeout_seconds)
+        self._asked.timeout_seconds = max(usual_seconds, self._timeout_seconds)
         try:
             yield
         finally:
-            self._timeout_seconds = before
+            self._timeout_seconds, self._asked.timeout_seconds = before, usual_seconds
 
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -353,6 +363,8 @@ class Group:
         """
         self._newest, self._name, self._listen = newest, name, listen
         self.generation = 0
+        self._asked.close()
+        self._asked = AskedStore(self.store, timeout_seconds=self._asked.timeout_seconds)
         self._rendezvous = self._meet()
 
     def _why(self, *, left: bool) -> str | None:
@@ -386,10 +398,9 @@ class Group:
 
     def _meet(self) -> Rendezvous:
         name = f"{self._name}/generation/{self.generation}"
-        # A store that hangs would block this rank. Each generation has its own thread: that of the
-        # last one may still try to connect to a rank that has died since.
-        limit = min(_STORE_SECONDS, self._timeout_seconds)
-        self._asked = AskedStore(self.store, timeout_seconds=limit)
+        # The thread of the last generation may still try to connect to a rank that has died since.
+        if self._asked.is_busy:
+            self._asked = AskedStore(self.store, timeout_seconds=self._asked.timeout_seconds)
         return Rendezvous(self._asked, name, self.rank, self.members)
 
     def _connect(self, *, checks_way: bool = False) -> Any:
@@ -482,9 +493,10 @@ class Group:
         work.wait()
 
     def _warn_of(self, missing: Sequence[int]) -> None:
-        """Warn once of members that have not entered this rank's call."""
+        """Warn once of members that have not entered this rank's call; the lowest one does."""
         said = self.call, tuple(missing)
-        if missing and said not in self._named:
+        is_lowest = self.rank == min({*self.members} - {*missing}, default=self.rank)
+        if missing and is_lowest and said not in self._named:
             self._named.add(said)
             logger.warning(
                 "rank %d has waited %g s for %s in %s, and waits on: every rank must call it, so "

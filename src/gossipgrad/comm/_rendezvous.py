@@ -30,9 +30,12 @@ __all__ = ["LATE_SECONDS", "GivenUpError", "Rendezvous", "explained", "named"]
 LATE_SECONDS = 5.0  # in a collective, before a warning names the missing members
 
 _UNUSED_TAG = 1
-_CONNECT = timedelta(seconds=15)
+_CONNECT_SECONDS = 15.0
+_MEMBER_SECONDS = 1.0  # more to connect for each member
 _REACH_SECONDS = 10.0
 _POLL_SECONDS = 0.005
+_MOST_POLL_SECONDS = 0.5
+_POLL_SHARE = 1 / 40  # of the wait so far: each of many ranks polls for all others
 _ROLL_CALL_SECONDS = 2.0  # between timeouts of ranks that waited for the same member
 _SHOWS_SECONDS = 1.0  # in a collective, before a rank reports that it waits
 _NO_STORE = "the process that holds the rendezvous store, rank 0 by default, has failed or hangs"
@@ -81,9 +84,10 @@ class Rendezvous:
             RuntimeError: As the store does.
         """
         asked, here = self._asked, self._keys("here")
-        connect = min(_CONNECT, timedelta(seconds=timeout_seconds))
+        connect_seconds = _CONNECT_SECONDS + _MEMBER_SECONDS * len(self._members)
+        connect = timedelta(seconds=min(connect_seconds, timeout_seconds))
         place, size = self._members.index(self._rank), len(self._members)
-        deadline, soon = Deadline(timeout_seconds), Deadline(LATE_SECONDS)
+        deadline, soon, pause = Deadline(timeout_seconds), Deadline(LATE_SECONDS), _Pause()
         has_named = False
         if (gave_up := asked.ask(self._arrive, listen=listen)) is not None:
             raise GivenUpError(f"rank {gave_up} waited for this rank, and gave up")
@@ -101,7 +105,7 @@ class Rendezvous:
                 missing = named(self._missing(here))
                 asked.ask(lambda store: store.set(self._vain, str(self._rank)))
                 raise GivenUpError(f"waited {timeout_seconds:g} s for {missing}")
-            time.sleep(_POLL_SECONDS)
+            pause()
 
         one_host = not asked.ask(lambda store: store.check([f"{self._name}/hosts"]), listen=listen)
         interface = gloo_interface(one_host=one_host)
@@ -176,14 +180,15 @@ class Rendezvous:
         self, occasion: str, value: str, ranks: Sequence[int], listen: Callable[[], object]
     ) -> None:
         """Report this member's value, and wait for those of some members."""
-        keys, deadline = self._keys(occasion), Deadline(_CONNECT.total_seconds())
+        limit_seconds = _CONNECT_SECONDS + _MEMBER_SECONDS * len(self._members)
+        keys, deadline, pause = self._keys(occasion), Deadline(limit_seconds), _Pause()
         awaited = {rank: keys[rank] for rank in ranks}
         self._asked.ask(lambda store: store.set(keys[self._rank], value), listen=listen)
         while not self._asked.ask(lambda store: store.check([*awaited.values()]), listen=listen):
             listen()
             if deadline.is_over():
                 raise GivenUpError(f"{named(self._missing(awaited))} did not try the way to others")
-            time.sleep(_POLL_SECONDS)
+            pause()
 
     @property
     def _vain(self) -> str:
@@ -208,10 +213,10 @@ class Rendezvous:
 
     def call_roll(self, occasion: str) -> list[int]:
         """Return members that do not soon report a timeout of their own."""
-        keys, deadline = self._keys(occasion), Deadline(_ROLL_CALL_SECONDS)
+        keys, deadline, pause = self._keys(occasion), Deadline(_ROLL_CALL_SECONDS), _Pause()
         self._asked.ask(lambda store: store.set(keys[self._rank], ""))
         while not deadline.is_over() and self._missing(keys):
-            time.sleep(_POLL_SECONDS)
+            pause()
         return self._missing(keys)
 
     def waiting(self) -> "Waiting":
@@ -272,6 +277,17 @@ class Rendezvous:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         return self._asked.ask(absent)
+
+
+class _Pause:
+    """Sleeps between two questions to the store, longer after a long wait."""
+
+    def __init__(self) -> None:
+        self._start_seconds = time.monotonic()
+
+    def __call__(self) -> None:
+        waited_seconds = time.monotonic() - self._start_seconds
+        time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited_seconds), _MOST_POLL_SECONDS))
 
 
 class Waiting:

@@ -567,6 +567,12 @@ class TCPTransport:
         return self.introductions[self.rank]
 
     @property
+    def linked(self) -> list[int]:
+        """Ranks that see a connection to this one end when it closes."""
+        with self._links.filled:
+            return [peer for peer, link in self._links.links.items() if link.is_up]
+
+    @property
     def published_secret(self) -> str | None:
         """The secret that joiners get from the run's store, None if it is in a file."""
         return self._links.access.published
