@@ -100,9 +100,9 @@ class Group:
         self._listened_seconds = -math.inf
         self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
-        # A store that hangs would block this rank, so a thread asks it; at the start on the caller's
-        # own connection: the store looks up the name of each host that connects, and answers nobody
-        # until the name server has answered.
+        # A store that hangs would block this rank, so a thread asks it. At the start it uses the
+        # connection of the caller: the store looks up the name of each host that connects, and
+        # answers nobody until the name server has answered.
         store_seconds = min(_STORE_SECONDS, timeout_seconds)
         self._asked = AskedStore(lambda: store, timeout_seconds=store_seconds)
         self._rendezvous = self._meet()
