@@ -163,6 +163,16 @@ def test_a_link_that_broke_is_seen_by_both_and_made_again_in_the_next_generation
     b.close()
 
 
+def test_a_rank_that_closes_has_left_also_where_it_never_exchanged():
+    a, b = (
+        Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in make_transports("tcp", 2)
+    )
+    a.close()
+    until(lambda: b.poll() or b.gone)
+    assert b.gone == {0: "left"}
+    b.close()
+
+
 @pytest.mark.parametrize("name", ["in-process", "tcp"])
 def test_close_of_both_ends_waits_for_nobody_and_leaves_no_thread(name):
     before = set(ours())
