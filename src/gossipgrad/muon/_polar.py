@@ -47,9 +47,9 @@ References:
     Chebyshev-type Newton-Schulz (CANS), arXiv:2506.10935.
 """
 
-_MOST_ELEMENTS = 2**26  # of one stack: 256 MiB in fp32, three times that while it is multiplied
+_MOST_ELEMENTS = 2**26  # of one stack: 256 MiB in fp32
 _TINY = torch.finfo(torch.float32).tiny
-_BLOCK_ROWS = 192  # of a symmetric product: smaller ones cost more for each operation
+_BLOCK_ROWS = 128  # of a symmetric product: smaller ones cost more for each operation
 _LEAST_ROWS = 128  # smaller matrices are faster together than by fewer operations
 _SAME_GRAM = 5  # steps on one Gram matrix: after more, its rounding outgrows small singular values
 
@@ -135,6 +135,11 @@ def _polarise_stack(
     counts, (m, n) = [len(piece) for piece in pieces], one.shape[1:]
     if not sum(counts) * m * n:
         return [torch.zeros_like(piece, dtype=dtype) for piece in pieces]
+    if polar and dtype == wide and not one.is_cuda and m >= _LEAST_ROWS:
+        found = [torch.empty_like(piece, dtype=dtype) for piece in pieces]
+        chain = itertools.chain.from_iterable
+        _by_gram_matrices(list(chain(pieces)), polar, list(chain(found)))
+        return found
     stack = torch.empty(sum(counts), m, n, dtype=wide, device=one.device)
     for into, piece in zip(stack.split(counts), pieces, strict=True):
         into.copy_(piece)
@@ -145,12 +150,7 @@ def _polarise_stack(
         return _by_singular_values(stack).split(counts)
     norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
     stack.div_(norms.clamp_(min=_TINY))
-    if dtype.itemsize < 4 or one.is_cuda or m < _LEAST_ROWS:
-        return _newton_schulz(stack.to(dtype), polar).split(counts)
-    stack = stack.to(dtype)
-    for begin in range(0, len(polar), _SAME_GRAM):
-        _on_gram_matrices_(stack, polar[begin : begin + _SAME_GRAM])
-    return stack.split(counts)
+    return _newton_schulz(stack.to(dtype), polar).split(counts)
 
 
 def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:
@@ -161,39 +161,65 @@ def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k 
     return x
 
 
-def _on_gram_matrices_(stack: Float[Tensor, "k m n"], polar: Polar) -> None:
-    """Apply the steps in place, by products of m x m matrices: fewer operations, in wide types.
+def _by_gram_matrices(
+    matrices: Sequence[Float[Tensor, "m n"]], polar: Polar, out: Sequence[Float[Tensor, "m n"]]
+) -> None:
+    """Write factors of wide matrices by products of m x m matrices: fewer operations.
 
     With `P_i = a I + b A + c A^2` a step is `X <- P_i X` and `A = X X^T <- P_i A P_i`. All are
     polynomials of one symmetric matrix, so are symmetric themselves, and `X` is multiplied once, at
     the end.
     """
-    _, m, n = stack.shape
-    gram, square, p, product, spare = stack.new_empty(5, m, m)
-    result = stack.new_empty(m, n)
-    for x in stack:
-        _symmetric(x, x.T, gram)
-        for step, (a, b, c) in enumerate(polar, 1):
-            _symmetric(gram, gram, square)
-            torch.mul(square, c, out=p).add_(gram, alpha=b).diagonal().add_(a)
-            if step == 1:
-                product.copy_(p)
-            else:
-                _symmetric(p, product, spare)
-                product, spare = spare, product
-            if step < len(polar):
-                _symmetric(p, gram, square)
-                _symmetric(square, p, gram)
-        x.copy_(torch.mm(product, x, out=result))
+    m, n = out[0].shape
+    gram, p, product, spare = out[0].new_empty(4, m, m)
+    flat = out[0].new_empty(m * n)
+    for matrix, into in zip(matrices, out, strict=True):
+        # In the order of memory, also of a tall matrix that is passed as a wide one.
+        x = flat.view(n, m).T if matrix.stride(0) == 1 else flat.view(m, n)
+        # By the largest element first: squares of huge and tiny ones are no numbers of fp32.
+        x.copy_(matrix)
+        least, most = torch.aminmax(flat)
+        flat.div_(torch.maximum(-least, most).clamp_(min=_TINY))
+        for begin in range(0, len(polar), _SAME_GRAM):
+            steps = polar[begin : begin + _SAME_GRAM]
+            _symmetric(x, x.T, gram)
+            norm = None
+            if begin == 0:
+                norm = gram.trace().sqrt_().clamp_(min=_TINY)
+                gram.div_(norm.square())
+            for step, (a, b, c) in enumerate(steps, 1):
+                _symmetric(gram, gram, p, plus=gram, beta=b, alpha=c)
+                p.diagonal().add_(a)
+                if step == 1:
+                    product.copy_(p)
+                else:
+                    _symmetric(p, product, spare)
+                    product, spare = spare, product
+                if step < len(steps):
+                    _symmetric(p, gram, spare)
+                    _symmetric(spare, p, gram)
+            torch.mm(product if norm is None else product.div_(norm), x, out=into)
+            if begin + _SAME_GRAM < len(polar):
+                x.copy_(into)
 
 
-def _symmetric(a: Float[Tensor, "m n"], b: Float[Tensor, "n m"], out: Float[Tensor, "m m"]) -> None:
-    """Compute `a @ b`, which is symmetric, by its lower triangle."""
+def _symmetric(
+    a: Float[Tensor, "m n"],
+    b: Float[Tensor, "n m"],
+    out: Float[Tensor, "m m"],
+    *,
+    plus: Float[Tensor, "m m"] | None = None,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+) -> None:
+    """Compute `beta plus + alpha a b`, which is symmetric, by its lower triangle."""
     m = len(a)
     blocks = max(1, m // _BLOCK_ROWS)
     ends = [m * block // blocks for block in range(blocks + 1)]
+    added = out if plus is None else plus  # with beta = 0 it is not read
     for begin, end in itertools.pairwise(ends):
-        torch.mm(a[begin:end], b[:, :end], out=out[begin:end, :end])
+        rows = slice(begin, end), slice(end)
+        torch.addmm(added[rows], a[begin:end], b[:, :end], beta=beta, alpha=alpha, out=out[rows])
         out[:begin, begin:end] = out[begin:end, :begin].T
 
 
