@@ -3,8 +3,9 @@
 * `speed`: `gg.Muon` and `torch.optim.Muon`, whose products are in bf16, and in fp32 where that is
   taken out of it. Alternating, medians.
 * `sharing`: processes with equal gradients, one thread each, as under DistributedDataParallel,
-  each polarising everything or its share, and FSDP2 with its share. Alternating, medians of the
-  slowest rank. More processes than cores share them: then the sum of work shows, not its spread.
+  each polarising everything or its share, and FSDP2 with its share. Operations of products and
+  processor time of a rank in `step()`, medians, of the rank that has most: what a step takes where
+  each rank has a core of its own. Seconds are those of this machine, whose cores they share.
 
     python -m benchmarks.muon speed
     python -m benchmarks.muon sharing --processes 1 2 4
@@ -21,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import gossipgrad as gg
 from benchmarks._common import in_processes, tell, write
@@ -80,8 +82,8 @@ def speed(count: int, repeats: int) -> dict[str, Any]:
     return timed(steps, repeats)
 
 
-def shared(group: Any, way: str, count: int, repeats: int) -> float:
-    """Seconds a step of one rank."""
+def shared(group: Any, way: str, count: int, repeats: int) -> dict[str, float]:
+    """The figures of one rank."""
     torch.set_num_threads(1)
     model: Any = blocks(count)
     gradients = [
@@ -102,16 +104,25 @@ def shared(group: Any, way: str, count: int, repeats: int) -> float:
     ranks = dist.group.WORLD if way == "copies" else None
     optimizer = gg.Muon(model, muon=["*"], process_group=ranks)
 
-    def step() -> None:
-        dist.barrier()
+    with FlopCounterMode(display=False) as counter:
         optimizer.step()
+    processor, seconds = [], []
+    for _ in range(repeats):
         dist.barrier()
-
-    return timed({way: step}, repeats)[way]
+        begin, busy = time.perf_counter(), time.process_time()
+        optimizer.step()
+        processor.append(time.process_time() - busy)
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "operations": counter.get_total_flops(),
+        "processor_seconds": round(statistics.median(processor), 3),
+        "seconds": round(statistics.median(seconds), 3),
+    }
 
 
 def main() -> None:
-    """Fills `results/muon.json`."""
+    """Fills `results/muon_speed.json` or `results/muon_sharing.json`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("question", choices=("speed", "sharing"))
     parser.add_argument("--blocks", type=int, default=2)
@@ -129,10 +140,11 @@ def main() -> None:
     else:
         for processes in options.processes:
             for way in ("alone", "copies", "rows")[: 3 if processes > 1 else 1]:
-                seconds = max(in_processes(processes, shared, way, count, repeats))
-                found[f"{processes}, {way}"] = seconds
-                tell(f"{processes} processes, {way}", {"seconds": seconds})
-    write(f"muon_{options.question}", {"blocks": count, "seconds": found}, module="muon")
+                of_ranks = in_processes(processes, shared, way, count, repeats)
+                most = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
+                found[f"{processes}, {way}"] = most
+                tell(f"{processes} processes, {way}", most)
+    write(f"muon_{options.question}", {"blocks": count, "found": found}, module="muon")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ _MOST_ELEMENTS = 2**26  # of one stack: 256 MiB in fp32
 _TINY = torch.finfo(torch.float32).tiny
 _BLOCK_ROWS = 128  # of a symmetric product: smaller ones cost more for each operation
 _LEAST_ROWS = 128  # smaller matrices are faster together than by fewer operations
+_ALIGNED = 8  # elements
 _SAME_GRAM = 5  # steps on one Gram matrix: after more, its rounding outgrows small singular values
 
 
@@ -140,17 +141,19 @@ def _polarise_stack(
         chain = itertools.chain.from_iterable
         _by_gram_matrices(list(chain(pieces)), polar, list(chain(found)))
         return found
-    stack = torch.empty(sum(counts), m, n, dtype=wide, device=one.device)
+    # The bits of a product depend on how a matrix is aligned in its stack, unless all are alike.
+    rows, columns = (-(-side // _ALIGNED) * _ALIGNED for side in (m, n))
+    stack = torch.zeros(sum(counts), rows, columns, dtype=wide, device=one.device)
     for into, piece in zip(stack.split(counts), pieces, strict=True):
-        into.copy_(piece)
+        into[:, :m, :n] = piece
     # By the largest element first: squares of huge and tiny ones are no numbers of fp32.
     largest = torch.linalg.vector_norm(stack, float("inf"), dim=(1, 2), keepdim=True)
     stack.div_(largest.clamp_(min=_TINY))
     if not polar:
-        return _by_singular_values(stack).split(counts)
+        return _by_singular_values(stack[:, :m, :n]).split(counts)
     norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
     stack.div_(norms.clamp_(min=_TINY))
-    return _newton_schulz(stack.to(dtype), polar).split(counts)
+    return _newton_schulz(stack.to(dtype), polar)[:, :m, :n].split(counts)
 
 
 def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:

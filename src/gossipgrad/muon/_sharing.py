@@ -155,7 +155,7 @@ def update_shared(
     """
     ways = _Copies(group, sources, kind) if shapes is None else _Rows(group, sources, kind, shapes)
     shapes = [source.shape for source in sources] if shapes is None else shapes
-    plan = _plan(shapes, layouts, kind.itemsize, group.size())
+    plan = _plan(shapes, layouts, kind, group.size())
     for owned in plan:
         ways.collect(owned)
     for owned in plan:
@@ -166,12 +166,16 @@ def update_shared(
 
 
 def _plan(
-    shapes: Sequence[torch.Size], layouts: Sequence[Layout], itemsize: int, size: int
+    shapes: Sequence[torch.Size], layouts: Sequence[Layout], kind: torch.dtype, size: int
 ) -> list[Owned]:
     """Return the chunks: the dearest parameter goes to the rank that has least to do."""
+    squares = 6 if kind.itemsize >= 4 else 0.5  # products of m x m for one of m x n
     costs = [
-        sum(count * outputs * inputs * min(outputs, inputs) for count, outputs, inputs in sides)
-        for sides in map(sides_of, shapes, layouts)
+        sum(
+            count * min(sides) ** 2 * (max(sides) + squares * min(sides))
+            for count, *sides in stacks
+        )
+        for stacks in map(sides_of, shapes, layouts)
     ]
     load, held = [0] * size, [[] for _ in range(size)]
     for index in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
@@ -187,7 +191,7 @@ def _plan(
                 cut.append([])
                 filled = 0
             cut[-1].append(index)
-            filled += shapes[index].numel() * itemsize
+            filled += shapes[index].numel() * kind.itemsize
         chunks.append(cut)
     return [list(owned) for owned in zip_longest(*chunks, fillvalue=[])]
 
