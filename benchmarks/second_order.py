@@ -27,6 +27,7 @@
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -161,7 +162,10 @@ def measure_task(
         first: dict[float, dict[str, Any]] = {}
 
         def final(lr: float, make: Make = make, first: dict = first) -> float:
-            first[lr] = train(task, make, lr, steps, 0)
+            try:
+                first[lr] = train(task, make, lr, steps, 0)
+            except torch.linalg.LinAlgError:  # of weights that are not finite any more
+                return math.inf
             return first[lr]["loss"][-1]
 
         lr, tried = best_rate(RATES, final, 3.0)
@@ -174,7 +178,7 @@ def measure_task(
         shares = zip(runs, adamw["final"], strict=True)
         found["optimizers"][each] = {
             "lr": lr,
-            "searched": {str(k): v for k, v in sorted(tried.items())},
+            "searched": {str(k): v if v < math.inf else None for k, v in sorted(tried.items())},
             "final": finals,
             "mean": statistics.mean(finals),
             "over_adamw": paired(finals, adamw["final"]),
