@@ -1,8 +1,8 @@
 """Seconds to accuracy of the default of `gg.sparsify` and of DDP, warm-up and planning included.
 
 A perceptron on Fashion-MNIST, 4, 8 and 16 hosts, 100 Mbit/s and 1 Gbit/s. Seconds are those of the
-laboratory: every step of one training with the default, and steps of DDP before and after it on
-the same hosts. Hosts share this machine's cores. Accuracies are those of virtual ranks, three
+laboratory, from the first step on: every step of one training with the default, and steps of DDP
+before and after it on the same hosts. Hosts share this machine's cores. Accuracies are those of virtual ranks, three
 seeds paired, each step of the density at which the laboratory has sent it. Cells that are done are
 kept. Needs Linux and root for the steps.
 
@@ -86,8 +86,10 @@ def measure_rank(out: Path) -> None:
     ddp, model = measure_ddp(), perceptron()
     optimizer, steps, sends_all = sgd(model), list[float](), list[bool]()
     dist.barrier()
-    begun, busy = time.perf_counter(), CpuBusy()
+    starts = time.perf_counter()
     with gg.sparsify(model, optimizer) as session:
+        dist.barrier()
+        begun, busy = time.perf_counter(), CpuBusy()
         for step in range(STEPS):
             steps.append(round(train(model, optimizer) - begun, 5))
             if step % LOOKED == LOOKED - 1:
@@ -100,6 +102,7 @@ def measure_rank(out: Path) -> None:
     if dist.get_rank() == 0:
         figures = {
             "ddp_step_seconds": round(statistics.fmean(ddp), 5),
+            "start_seconds": round(begun - starts, 3),
             "end_seconds": steps,
             "sends_all": sends_all,
             "bytes_sent": stats.bytes_sent,
@@ -163,6 +166,9 @@ def row(cell: Cell, measured: dict[str, Any], folder: Path) -> dict[str, Any]:
     for seed in range(SEEDS):
         curves = {}
         for name, sends_all in (("ddp", None), ("sparsify", measured["sends_all"])):
+            if name == "sparsify" and all(measured["sends_all"]):  # the gradients are those of DDP
+                curves[name] = curves["ddp"]
+                continue
             ranks = 1 if name == "ddp" else cell.world_size  # the mean over ranks is one gradient
             path = folder / f"{name if name == 'ddp' else cell.name}-{seed}.json"
             setting = {"world_size": ranks, "sends_all": sends_all, "steps": STEPS, "lr": PEAK_LR}
@@ -199,7 +205,8 @@ def row(cell: Cell, measured: dict[str, Any], folder: Path) -> dict[str, Any]:
             "sparsify": round((measured["end_seconds"][-1] - measured["end_seconds"][-51]) / 50, 5),
         },
         "dense_steps": LOOKED * sum(measured["sends_all"]),
-        **{n: measured[n] for n in ("bytes_sent", "all_reduce_bytes", "cpu_busy", "refused")},
+        **{n: measured[n] for n in ("start_seconds", "bytes_sent", "all_reduce_bytes")},
+        **{n: measured[n] for n in ("compared_seconds", "cpu_busy", "refused")},
     }
 
 
@@ -208,19 +215,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("steps", "accuracy", "rank"))
     parser.add_argument("--folder", type=Path, default=Path("runs/sparse_seconds"))
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after")
+    parser.add_argument("--cells", nargs="+", help="hosts and Mbit/s of those to measure: 8-1000")
     parser.add_argument("--out", type=Path, help="of a rank")
     options = parser.parse_args()
     if options.what == "rank":
         measure_rank(options.out)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    begun, rows, missing = time.monotonic(), [], []
+    rows, missing = [], []
     torch.set_num_threads(1)
     for cell in CELLS:
         path = options.folder / f"steps-{cell.name}.json"
         if options.what == "steps":
-            if path.exists() or time.monotonic() - begun < 60 * options.minutes:
+            if options.cells is None or cell.name in options.cells:
                 measured = once(
                     path, cell._asdict(), lambda c=cell: measure_cell(c, options.folder)
                 )
