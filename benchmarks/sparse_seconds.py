@@ -2,9 +2,9 @@
 
 A perceptron on Fashion-MNIST, 4, 8 and 16 hosts, 100 Mbit/s and 1 Gbit/s. Seconds are those of the
 laboratory, from the first step on: every step of one training with the default, and steps of DDP
-before and after it on the same hosts. Hosts share this machine's cores. Accuracies are those of virtual ranks, three
-seeds paired, each step of the density at which the laboratory has sent it. Cells that are done are
-kept. Needs Linux and root for the steps.
+before and after it on the same hosts. Hosts share this machine's cores. Accuracies are those of
+virtual ranks, three seeds paired, each step of the density at which the laboratory has sent it.
+Cells that are done are kept. Needs Linux and root for the steps.
 
     python -m benchmarks.sparse_seconds steps       # some 10 minutes
     python -m benchmarks.sparse_seconds accuracy    # of what was measured; writes the table

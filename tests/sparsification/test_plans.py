@@ -26,10 +26,7 @@ def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
         stats = session.stats()
         assert stats.measured_seconds > 0
         assert len(stats.groups) == len(session.plan.groups)
-        method = "dense" if plan == "optimal" else "sparse"
-        assert {f"single, {method}", f"greedy, {method}"} <= {*stats.alternatives}
-        if plan == "greedy":
-            assert stats.predicted_seconds == stats.alternatives["greedy, sparse"]
+        assert stats.predicted_seconds == session.plan.finish_seconds > 0
         state = session.state_dict()["session"]["plan"]
         return (session.plan, state, stats.compared_seconds), me.weights()
 

@@ -38,7 +38,6 @@ _BUCKETS = {"size_bytes": 25 << 20, "first_size_bytes": 1 << 20}  # DistributedD
 _COMPARED_ROUNDS = 3  # per turn, after one round to change plans
 _TURNS = ("plan", "dense", "plan", "dense")
 _FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried
-_ALTERNATIVES = ("layerwise", "single", "mg-wfbp", "greedy")
 _RULES: dict[str, Callable[..., Plan]] = {
     "optimal": plan,
     "greedy": omgs_greedy,
@@ -57,7 +56,6 @@ class Planner:
     def __init__(self, settings: Settings, sizes_bytes: Sequence[int], group: Group) -> None:
         self.plan: Plan | None = settings.plan if isinstance(settings.plan, Plan) else None
         self.first_merges = _first_merges(settings, sizes_bytes)
-        self.alternatives: dict[str, float] = {}
         self.compared_seconds: dict[str, float] = {}
         self.refused: str | None = None
         self.backward_seconds: list[float] = []
@@ -91,7 +89,6 @@ class Planner:
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
             "dense": None if self._dense is None else self._dense.to_json(),
-            "alternatives": self.alternatives,
             "compared_seconds": self.compared_seconds,
             "refused": self.refused,
         }
@@ -100,8 +97,7 @@ class Planner:
         """Load the result of `state`; a running measurement or comparison starts again."""
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
-        self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
-        self.compared_seconds = dict(state["compared_seconds"])
+        self.refused, self.compared_seconds = state["refused"], dict(state["compared_seconds"])
         self._dense_periods.clear()
         self._phase, self._is_searching = None, self._settings.measures and not self.decided
 
@@ -170,7 +166,6 @@ class Planner:
             yield
             mine = computed.result() if computed is not None and computed.done() else None
             found = self._group.broadcast_object(mine)
-        self.alternatives = dict(found["alternatives"])
         self.plan = Plan.from_json(found["plan"])
         if refused is not None:
             self._refuse(refused)
@@ -179,7 +174,7 @@ class Planner:
         elif found["dense"] is not None:
             self._refuse(
                 f"gradients are predicted to be together after {_ms(self.plan.finish_seconds)} ms, "
-                f"with every group sparse after {_ms(found['sparse_seconds'])} ms at best"
+                "and no plan with a sparse group is faster"
             )
         aggregation.regroup(self.plan.groups)
         yield
@@ -307,23 +302,10 @@ def _computed(
         dense = None
     elif dense is not None and not is_sparse(made):
         made = dense  # in the buckets of all others
-    others = {
-        f"{name}, {method.name}": _RULES[name](backward, sizes, method).finish_seconds
-        for method in methods
-        for name in _ALTERNATIVES
-    }
-    found: dict[str, Any] = {
+    return {
         "plan": replace(made, names=names).to_json(),
-        "dense": None,
-        "alternatives": others,
+        "dense": None if dense is None else replace(dense, names=names).to_json(),
     }
-    if dense is not None:
-        found["dense"] = replace(dense, names=names).to_json()
-        found["sparse_seconds"] = min(
-            (others[f"{name}, sparse"] for name in _ALTERNATIVES if f"{name}, sparse" in others),
-            default=None,
-        )
-    return found
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:

@@ -16,7 +16,7 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["check_all_fit", "load_session", "session_misfit", "session_state"]
 
-VERSION = 4
+VERSION = 5
 
 
 def session_state(

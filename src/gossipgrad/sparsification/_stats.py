@@ -57,7 +57,6 @@ class SparseStats:
         predicted_seconds: The plan's time from the first gradient to the end of all groups; None
             without a plan with times.
         measured_seconds: The measured time, the median of the last rounds; None before the first.
-        alternatives: Predicted times of the rules, by name and method.
         compared_seconds: Step times with the plan, as `"plan"`, and with dense gradients, as
             `"dense"`; empty before the comparison, and without `"dense"` if that is predicted to be
             far slower.
@@ -76,7 +75,6 @@ class SparseStats:
     groups: tuple[GroupStats, ...] = ()
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
-    alternatives: dict[str, float] = field(default_factory=dict)
     compared_seconds: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
 
@@ -126,7 +124,6 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
         groups=groups,
         predicted_seconds=None if planner.plan is None else planner.plan.finish_seconds,
         measured_seconds=aggregation.median_seconds,
-        alternatives=dict(planner.alternatives),
         compared_seconds=dict(planner.compared_seconds),
         refused=planner.refused,
     )
