@@ -24,7 +24,6 @@ def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
         me.train_until_decided()
         me.train(3)
         stats = session.stats()
-        assert stats.measured_seconds > 0
         assert len(stats.groups) == len(session.plan.groups)
         assert stats.predicted_seconds == session.plan.finish_seconds > 0
         state = session.state_dict()["session"]["plan"]

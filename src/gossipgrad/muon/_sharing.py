@@ -177,7 +177,7 @@ def _plan(
         )
         for stacks in map(sides_of, shapes, layouts)
     ]
-    load, held = [0] * size, [[] for _ in range(size)]
+    load, held = [0.0] * size, [[] for _ in range(size)]
     for index in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
         owner = min(range(size), key=lambda rank: (load[rank], rank))
         load[owner] += costs[index]

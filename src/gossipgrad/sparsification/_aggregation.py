@@ -1,8 +1,7 @@
 """A round: aggregate the sparsified gradients of all ranks during backward."""
 
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,6 @@ from gossipgrad.sparsification._streams import Clock
 
 __all__ = ["Aggregation", "Counters", "scale_of"]
 
-_REMEMBERED = 50  # number of rounds for the median time
 _BREAK_SECONDS = 5.0  # for this rank's collectives to end after the group is closed
 _BROKEN_OFF = "a backward pass was broken off by an exception after gradients were sent"
 _CLOSED_INSIDE = (
@@ -79,8 +77,6 @@ class Aggregation:
         self._recorder = recorder
         self.density = 0.0
         self._tickets: list[Ticket] = []
-        self._opened_seconds = 0.0
-        self._finished: deque[float] = deque(maxlen=_REMEMBERED)
         self._empty = False  # whether this rank has no gradients in this round
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
         self._clock = Clock(self.device)
@@ -125,11 +121,6 @@ class Aggregation:
         for p in self.parameters:
             elements[p.dtype] += p.numel()
         return elements.most_common(1)[0][0]
-
-    @property
-    def median_seconds(self) -> float | None:
-        """Median time from the first gradient to the last group's end, of the last rounds."""
-        return statistics.median(self._finished) if self._finished else None
 
     def stamps(self) -> dict[str, float]:
         """Seconds from the first gradient of the last pass to each, by name, in arrival order."""
@@ -177,7 +168,6 @@ class Aggregation:
             groups.append(made)
         self.names, self.parameters = names, list(by_name.values())
         self.groups, self.merges = groups, tuple(merges)
-        self._finished.clear()  # of other groups
         self.passes.reorder(self.parameters)
         if self.density:
             self._use(self.density)
@@ -230,7 +220,6 @@ class Aggregation:
         if self.broken is not None:
             raise GossipError(self.broken)
         self._tickets, self._empty = [], False
-        self._opened_seconds = perf_counter()
         self._step = self.steps, self._checksum() if self.is_in_closure else 0
         self._rescale()
         density = density_at(self._settings.density, self.counters.rounds)
@@ -315,16 +304,11 @@ class Aggregation:
                 f"{self.counters.rounds}): where a rank has no batch, call step() without gradients"
             )
             raise GossipError(self.broken) from error
-        if (
-            self._empty
-            and self.counters.scale != 1.0
-            and any(bool(m.total.any()) for m in self.groups)
-        ):
+        if self._empty and self.counters.scale != 1.0 and any(made.has_sum for made in self.groups):
             self._give_up("this rank stepped without a gradient while others had some, scaled")
             raise GossipError(self.broken)
         self.counters.exposed_seconds += end - start
         self._write()
-        self._finished.append(end - self._opened_seconds)
         self._record(start, end)
         self.passes.finish()
         self.counters.rounds += 1

@@ -84,7 +84,7 @@ class MergedGroup:
         self._residual_views: list[Tensor] = []
         self._velocity: Tensor | None = None
         self._velocity_views: list[Tensor] = []
-        self._messages: Gather | Split | None = None
+        self._messages: Gather | None = None
         self._chosen: _Chosen | None = None
         self._sends_zeros = False  # in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
@@ -115,14 +115,9 @@ class MergedGroup:
         return messages + sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
-    def residual(self) -> Float[Tensor, " n"] | None:
-        """The residual, flat; None if it is empty."""
-        return self._residual
-
-    @property
-    def total(self) -> Float[Tensor, " n"]:
-        """The mean over ranks of the last round, flat."""
-        return self._total
+    def has_sum(self) -> bool:
+        """Whether the mean over ranks of the last round is not zero."""
+        return bool(self._total.any())
 
     def use_density(self, density: float) -> None:
         """Set the share that is sent from now on; of each tensor or of all, one element or more."""
@@ -133,8 +128,9 @@ class MergedGroup:
         self.counts, self._messages = counts, None
         if (count := sum(counts)) == self.numel:
             return
-        like = self.numel, count, self._world_size, self._value_dtype, self.dtype, self._device
-        messages: Gather | Split = Gather(*like)
+        dtypes = self._value_dtype, self.dtype
+        like = self.numel, count, self._world_size, dtypes, self._device
+        messages = Gather(*like)
         if self._world_size > _GATHERING_RANKS:
             messages = min(messages, Split(*like), key=lambda each: each.bytes_sent)
         padding = _PADDING_BYTES * (self._world_size - 1)
@@ -218,9 +214,9 @@ class MergedGroup:
             self._residual, self._residual_views = None, []
         self._chosen, self._old_kept = None, False
 
-    def _keep_what_was_left_out(self, messages: Gather | Split) -> None:
+    def _keep_what_was_left_out(self, messages: Gather) -> None:
         """Put back into the residual what no owner has selected, and what rounding took of sums."""
-        if isinstance(messages, Gather):
+        if not isinstance(messages, Split):
             return
         if messages.rounding is not None:
             self._need_residual()
@@ -329,7 +325,7 @@ class MergedGroup:
             self._velocity[chosen.indices] = 0
         self._chosen = _Chosen(chosen, velocities, chosen.values.isfinite().all())
 
-    def _exchange_sparse(self, group: Group, messages: Gather | Split) -> None:
+    def _exchange_sparse(self, group: Group, messages: Gather) -> None:
         start = perf_counter()
         received = messages.exchange(group, self._staging)
         self.gather_seconds = perf_counter() - start

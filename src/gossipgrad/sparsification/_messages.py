@@ -21,6 +21,8 @@ _DEVIATIONS = 3  # by which a part may be larger than on average
 _ODD = 0x9E3779B1  # of the golden ratio: its multiples are spread evenly
 
 Step = tuple[int, int]
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of values on the wire, and of what is selected from and summed."""
 
 
 class Coordinates(NamedTuple):
@@ -33,30 +35,19 @@ class Coordinates(NamedTuple):
 class Gather:
     """Each rank's selection goes to all ranks, in one all-gather."""
 
+    rounding: "Coordinates | None" = None  # what the wire has rounded away of this rank's sums
+
     def __init__(
-        self,
-        numel: int,
-        count: int,
-        world_size: int,
-        value_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, numel: int, count: int, world_size: int, dtypes: Dtypes, device: torch.device
     ) -> None:
-        self._format = SparseFormat(numel, count, value_dtype)
-        self._world_size, self._dtype, self._device = world_size, dtype, device
+        self._world_size, self._device = world_size, device
+        self._value_dtype, self._dtype = dtypes
+        self._format = SparseFormat(numel, count, self._value_dtype)
         size = self._format.size_bytes + _STEP_BYTES
         self._message = torch.zeros(size, dtype=torch.uint8, device=device)
         self._gathered = torch.empty(size * world_size, dtype=torch.uint8, device=device)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of a round."""
-        return (self._world_size - 1) * self._message.nbytes
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of its buffers."""
-        return self._message.nbytes + self._gathered.nbytes
+        self.bytes_sent = (world_size - 1) * size
+        self.memory_bytes = (world_size + 1) * size
 
     def pack(
         self, indices: Int[Tensor, " count"], values: Float[Tensor, " count"], step: Step
@@ -73,14 +64,28 @@ class Gather:
 
     def exchange(self, group: Group, staging: Staging) -> list[Coordinates]:
         """Send the message; return what to add up, in this order on all ranks."""
-        messages = _gathered(group, staging, self._message, self._gathered)
-        _same_step(messages)
-        found = [_unpacked(self._format, *each) for each in enumerate(messages)]
+        found = self._gather(group, staging)
         # The CPU adds up in the order of elements, others add those of one call in any order.
         return [_together(found)] if self._device.type == "cpu" else found
 
+    def _gather(self, group: Group, staging: Staging) -> list[Coordinates]:
+        """Return the messages of all ranks, where the group's gradients are."""
+        host = staging.to_host(self._message)
+        is_host = host is self._message
+        received = self._gathered if is_host else torch.empty_like(self._gathered, device="cpu")
+        group.all_gather_into_(received, host)
+        messages = staging.from_host(received, self._gathered).view(-1, len(host))
+        _same_step(messages)
+        found = []
+        for rank, message in enumerate(messages):
+            try:
+                found.append(Coordinates(*self._format.unpack(message[:-_STEP_BYTES])))
+            except ValueError as error:
+                raise GossipError(f"rank {rank} sent what is no message: {error}") from error
+        return found
 
-class Split:
+
+class Split(Gather):
     """Split and reduce: bytes do not grow with the number of ranks.
 
     1. Each rank selects `count` coordinates, and sends each to its owner.
@@ -97,41 +102,20 @@ class Split:
     """
 
     def __init__(
-        self,
-        numel: int,
-        count: int,
-        world_size: int,
-        value_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, numel: int, count: int, world_size: int, dtypes: Dtypes, device: torch.device
     ) -> None:
-        self._world_size, self._value_dtype, self._dtype = world_size, value_dtype, dtype
         self._rows = -(-numel // world_size)  # the last one may be short
+        super().__init__(
+            self._rows, min(self._rows, max(1, count // world_size)), world_size, dtypes, device
+        )
         average = count / world_size
         self._room = min(self._rows, math.ceil(average + _DEVIATIONS * math.sqrt(average)))
-        self._values_bytes = _aligned(self._room * value_dtype.itemsize)
-        self._sums = SparseFormat(
-            self._rows, min(self._rows, max(1, count // world_size)), value_dtype
-        )
+        self._values_bytes = _aligned(self._room * self._value_dtype.itemsize)
         part_bytes = self._values_bytes + _aligned(4 * self._room) + _STEP_BYTES
         self._parts = torch.zeros(world_size, part_bytes, dtype=torch.uint8, device=device)
         self._received = torch.empty_like(self._parts)
-        size = self._sums.size_bytes + _STEP_BYTES
-        self._message = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._gathered = torch.empty(size * world_size, dtype=torch.uint8, device=device)
-        self.rounding: Coordinates | None = None
-        """What the wire has rounded away of this rank's sums."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of a round."""
-        return (self._world_size - 1) * (self._parts[0].nbytes + self._message.nbytes)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of its buffers."""
-        buffers = self._parts, self._received, self._message, self._gathered
-        return sum(each.nbytes for each in buffers)
+        self.bytes_sent += (world_size - 1) * part_bytes
+        self.memory_bytes += 2 * world_size * part_bytes
 
     def pack(
         self, indices: Int[Tensor, " count"], values: Float[Tensor, " count"], step: Step
@@ -172,17 +156,16 @@ class Split:
             raise GossipError(f"rank {rank} sent rows that are not there: no part of this run")
         flat = rows.reshape(-1).to(torch.int64)
         total.index_add_(0, flat, values.reshape(-1).to(self._dtype))
-        rows = top_k(total, self._sums.count)
+        rows = top_k(total, self._format.count)
         sums = total[rows]
         _write_steps(self._message.unsqueeze(0), step)
-        sent = self._sums.pack(rows, sums, self._message[:-_STEP_BYTES])
+        sent = self._format.pack(rows, sums, self._message[:-_STEP_BYTES])
         if self._value_dtype.itemsize < self._dtype.itemsize:
             lost = torch.where(sent == 0, 0, sums - sent.to(self._dtype))  # 0 counts as left out
             self.rounding = Coordinates(self._coordinates(group.rank, rows), lost)
-        messages = _gathered(group, staging, self._message, self._gathered)
-        found = _together([_unpacked(self._sums, *each) for each in enumerate(messages)])
+        found = _together(self._gather(group, staging))
         owners = torch.arange(self._world_size, device=parts.device)
-        owners = owners.repeat_interleave(self._sums.count)
+        owners = owners.repeat_interleave(self._format.count)
         return [Coordinates(self._coordinates(owners, found.indices), found.values)]
 
     def _coordinates(self, owner: int | Tensor, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
@@ -210,23 +193,6 @@ def unequal_steps(of_ranks: str = "") -> str:
         "different weights: replicas would drift apart. Make the same passes and steps on every "
         "rank, and average the loss that a closure returns over ranks"
     )
-
-
-def _gathered(
-    group: Group, staging: Staging, message: UInt8[Tensor, " n"], out: UInt8[Tensor, " all"]
-) -> UInt8[Tensor, "world n"]:
-    """Return the messages of all ranks, where the group's gradients are."""
-    host = staging.to_host(message)
-    received = out if host is message else torch.empty_like(out, device="cpu")
-    group.all_gather_into_(received, host)
-    return staging.from_host(received, out).view(-1, len(message))
-
-
-def _unpacked(form: SparseFormat, rank: int, message: UInt8[Tensor, " n"]) -> Coordinates:
-    try:
-        return Coordinates(*form.unpack(message[:-_STEP_BYTES]))
-    except ValueError as error:
-        raise GossipError(f"rank {rank} sent what is no message: {error}") from error
 
 
 def _together(found: Sequence[Coordinates]) -> Coordinates:

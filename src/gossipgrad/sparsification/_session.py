@@ -99,13 +99,11 @@ class SparseSession(Session):
         return distance_to_mean(((own, mean(own.clone())) for own in wide), mean)
 
     def broadcast_(self) -> None:
-        """Overwrite every replica with that of rank 0: parameters, buffers and optimizer state.
+        """See `Session.broadcast_`; also for another network, whose plan is measured again.
 
-        A collective, for after `load_state_dict` on one rank, re-initialisation or
-        `add_param_group`, and for another network: the set of trained parameters is read again,
-        residuals are dropped, and a measured plan is measured again; counters of rounds and bytes
-        continue, and so does a warm-up.
-        When it raises, the session is over: steps and backward passes raise until it is closed.
+        A collective. The set of trained parameters is read again, and residuals are dropped;
+        counters of rounds and bytes continue, and so does a warm-up. When it raises, the session is
+        over: steps and backward passes raise until it is closed.
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
@@ -151,20 +149,10 @@ class SparseSession(Session):
         return SparseStats(rounds=self._counters.rounds)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
-        """Return this rank's whole state, to continue exactly; local.
+        """Return this rank's whole state, to continue exactly; local. See `Session.state_dict`.
 
         Call it between two steps on every rank, and save each rank's state under its own name:
-        replicas are equal, residuals are not. Holds copies in host memory: the model's parameters
-        and buffers, the optimizers' state, and the session's own. It does not hold the state of
-        schedulers, scalers, samplers and random numbers, nor gradients.
-
-        Args:
-            drain: No effect: between two steps nothing is in flight.
-            copy: As in `GossipSession.state_dict`.
-
-        Returns:
-            Tensors, numbers, text, lists and dicts: `"model"` and the rest of a replica's state by
-            name; `"session"` with residuals by name of the parameter.
+        replicas are equal, residuals are not. `drain` has no effect: nothing is in flight.
 
         Raises:
             GossipError: In the middle of a backward pass, inside `consensus()`, after `close()`, or

@@ -1,6 +1,5 @@
 """The counters of a session."""
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,17 +48,12 @@ class SparseStats:
         communicate_seconds: Time of collectives and of adding up messages, in parallel to backward.
         nonfinite_rounds: Rounds in which the gradient of some rank was NaN or infinite; not counted
             with one rank.
-        residual_ratio: Norm of the residuals divided by that of the last mean gradient; None if
-            there is no mean yet with these groups, or if it is 0. Grows without bound if training
-            diverges.
         extra_memory_bytes: Memory in addition to the model and its gradients.
         groups: The groups of the current plan, in the order of backward.
         predicted_seconds: The plan's time from the first gradient to the end of all groups; None
             without a plan with times.
-        measured_seconds: The measured time, the median of the last rounds; None before the first.
         compared_seconds: Step times with the plan, as `"plan"`, and with dense gradients, as
-            `"dense"`; empty before the comparison, and without `"dense"` if that is predicted to be
-            far slower.
+            `"dense"`; empty before the comparison.
         refused: Why nothing is compressed although it is allowed; None if something is.
     """
 
@@ -70,11 +64,9 @@ class SparseStats:
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
     nonfinite_rounds: int = 0
-    residual_ratio: float | None = None
     extra_memory_bytes: int = 0
     groups: tuple[GroupStats, ...] = ()
     predicted_seconds: float | None = None
-    measured_seconds: float | None = None
     compared_seconds: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
 
@@ -119,21 +111,9 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
     del counted["scale"]
     return SparseStats(
         **counted,
-        residual_ratio=_ratio(aggregation),
         extra_memory_bytes=sum(made.memory_bytes for made in aggregation.groups),
         groups=groups,
         predicted_seconds=None if planner.plan is None else planner.plan.finish_seconds,
-        measured_seconds=aggregation.median_seconds,
         compared_seconds=dict(planner.compared_seconds),
         refused=planner.refused,
     )
-
-
-def _ratio(aggregation: Aggregation) -> float | None:
-    if aggregation.passes.began:
-        return None
-    unsent = math.hypot(
-        *(float(made.residual.norm()) for made in aggregation.groups if made.residual is not None)
-    )
-    mean = math.hypot(*(float(made.total.norm()) for made in aggregation.groups))
-    return unsent / mean if mean else None
