@@ -32,11 +32,12 @@ class Task(NamedTuple):
     test: tuple[Tensor, Tensor]
     batch: int
     optimizer: Callable[..., torch.optim.Optimizer]
-    lr: float  # the largest of a one-cycle schedule
+    lr: float  # the largest of a one-cycle schedule, or of all steps
     steps: int
     metric: Callable[[Tensor, Tensor], float]  # of logits and labels; higher is better
     shrinks: dict[str, dict[str, Any]]  # by name, settings of `gg.shrink`
     controls: bool = False  # whether the widths can be given
+    is_constant: bool = False  # the rate
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -65,10 +66,12 @@ def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
 
 
-def settings(steps: int, batches: int = 16, /, **budgets: float) -> dict[str, dict[str, Any]]:
-    """Of `gg.shrink` by name, 24 events over a run at most."""
+def settings(
+    steps: int, batches: int = 16, /, events: int = 10, **budgets: float
+) -> dict[str, dict[str, Any]]:
+    """Of `gg.shrink` by name: events at the first of 24 parts of a run."""
     every = steps // 24
-    common = {"every": every, "batches": min(batches, every)}
+    common = {"every": every, "batches": min(batches, every), "events": events}
     return {name: {**common, "budget": budget} for name, budget in budgets.items()}
 
 
@@ -83,13 +86,18 @@ def fashion_mlp(part: float) -> Task:
     )
 
 
+def fashion_mlp_constant(part: float) -> Task:
+    """The same at a constant rate."""
+    return fashion_mlp(part)._replace(is_constant=True)
+
+
 def fashion_lenet(part: float) -> Task:
     train, test = whole("fashion-mnist")
     steps = int(part * 2 * len(train[0]) // 128)
     return Task(
         lambda widths=(32, 64, 256, 128): lenet(widths),
         *(train, test, 128, momentum, 0.05, steps, accuracy),
-        settings(steps, careful=0.003, bold=0.02),
+        settings(steps, events=5, careful=0.01),
         controls=True,
     )
 
@@ -101,7 +109,7 @@ def cifar_resnet(part: float) -> Task:
     return Task(
         lambda: ResNet20(wider=2),
         *(train, test, 64, momentum, 0.05, steps, accuracy),
-        {"bold": {**common, "budget": 0.02, "events": 8}},
+        {"bold": {**common, "budget": 0.3, "events": 3}},
     )
 
 
@@ -133,7 +141,14 @@ def higgs(part: float) -> Task:
 
 TASKS = {
     each.__name__: each
-    for each in (fashion_mlp, fashion_lenet, cifar_resnet, shakespeare_gpt, higgs)
+    for each in (
+        fashion_mlp,
+        fashion_mlp_constant,
+        fashion_lenet,
+        cifar_resnet,
+        shakespeare_gpt,
+        higgs,
+    )
 }
 
 
@@ -144,8 +159,11 @@ def train_once(
     torch.manual_seed(seed)
     model = task.model() if widths is None else task.model(widths)
     optimizer = task.optimizer(model.parameters(), task.lr)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, task.lr, total_steps=task.steps, cycle_momentum=False
+    schedulers = torch.optim.lr_scheduler
+    scheduler = (
+        schedulers.ConstantLR(optimizer, 1.0)
+        if task.is_constant
+        else schedulers.OneCycleLR(optimizer, task.lr, total_steps=task.steps, cycle_momentum=False)
     )
     source = shuffled(task.train, task.batch, 1000 + seed)
     before = sum(p.numel() for p in model.parameters())

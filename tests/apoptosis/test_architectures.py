@@ -194,9 +194,9 @@ class Language(nn.Module):
         return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
-def gpt():
+def gpt(is_tied=False):
     block = Block(12, Attention(12, 4, fused=True), perceptron(12))
-    return Language(block, norm=nn.LayerNorm, is_tied=True)
+    return Language(block, norm=nn.LayerNorm, is_tied=is_tied)
 
 
 def llama():
@@ -205,6 +205,8 @@ def llama():
         Block(12, attention, SwiGLU(12, 20), nn.RMSNorm), norm=nn.RMSNorm, is_tied=False
     )
 
+
+NORMS = nn.LayerNorm, nn.RMSNorm
 
 # What is found: by name the number of neurons, each of which may be several entries.
 IMAGES, TOKENS = (16, 3, 8, 8), (16, 7)
@@ -230,14 +232,21 @@ MODELS = {
         {"0": 8, "4.layers.0": 16, "5.layers.0": 16},
     ),
     "U-Net": (UNet, {"down": 4, "middle": 12, "up": 6, "join": 7}),
-    "ViT": (ViT, {"block.attention.fused": 4, "block.perceptron.0": 48}),
-    "GPT-2": (gpt, {"blocks.0.attention.fused": 4, "blocks.0.perceptron.0": 48}),
-    "Llama": (llama, {"blocks.0.attention.q": 3, "blocks.0.perceptron.up": 20}),
+    "ViT": (ViT, {"patches": 12, "block.attention.fused": 4, "block.perceptron.0": 48}),
+    "GPT-2": (gpt, {"embedding": 12, "blocks.0.attention.fused": 4, "blocks.0.perceptron.0": 48}),
+    "GPT-2, tied": (
+        lambda: gpt(is_tied=True),
+        {"blocks.0.attention.fused": 4, "blocks.0.perceptron.0": 48},
+    ),
+    "Llama": (
+        llama,
+        {"embedding": 12, "blocks.0.attention.q": 3, "blocks.0.perceptron.up": 20},
+    ),
 }
 
 
 def inputs(name, seed):
-    if name in ("GPT-2", "Llama"):
+    if name.startswith(("GPT-2", "Llama")):
         return torch.randint(11, TOKENS, generator=torch.Generator().manual_seed(seed))
     return random(*IMAGES, seed=seed)
 
@@ -253,15 +262,22 @@ def settled(name):
 
 @torch.no_grad()
 def plant_duplicates(model, found):
-    """Make the last neuron of each kind the same as its first."""
+    """Make the last neuron of each kind the same as its first, or what a norm makes zero of."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for each in found.neurons:
+        norms = [m for m in map(model.get_submodule, each.companions) if isinstance(m, NORMS)]
         readers = {f"{c}.weight {each.input_of(model, c)[0]}" for c in each.consumers}
         for key, held in each.entries.items():
             name, dim = key.rsplit(" ", 1)
             if key not in readers:
                 moved = tensors[name].movedim(int(dim), 0)
-                moved[held.indices[-1]] = moved[held.indices[0]].clone()
+                last = held.indices[-1]
+                if not norms:
+                    moved[last] = moved[held.indices[0]].clone()
+                elif not isinstance(model.get_submodule(name.rpartition(".")[0]), NORMS):
+                    moved[last] = 0
+                    if isinstance(norms[0], nn.LayerNorm):
+                        moved[: int(last)] -= moved[: int(last)].mean(0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -91,9 +91,17 @@ def test_what_may_shrink(case):
 
 
 @pytest.mark.parametrize(
-    ("norm", "units"), [(nn.LayerNorm(8), 0), (nn.RMSNorm(8), 0), (nn.GroupNorm(4, 8), 4)]
+    ("norm", "units"),
+    [
+        (nn.LayerNorm(8), 8),
+        (nn.RMSNorm(8), 8),
+        (nn.GroupNorm(4, 8), 4),
+        (nn.LayerNorm(8, elementwise_affine=False), 0),
+        (nn.RMSNorm(8, elementwise_affine=False), 0),
+    ],
+    ids=repr,
 )
-def test_what_normalises_over_neurons_keeps_them_and_over_groups_lets_groups_go(norm, units):
+def test_norms_over_neurons_let_them_go_if_they_have_gains_and_over_groups_groups_go(norm, units):
     model = Model(lambda m, x: m.b(F.relu(m.norm(m.a(x)))), norm)
     found = find(model, torch.randn(3, 6))
     assert [each.width for each in found.neurons] == [units] * bool(units)

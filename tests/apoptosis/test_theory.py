@@ -165,6 +165,44 @@ def test_t9_channels_that_differ_by_batch_norms_scale_merge_in_both_modes(sign):
         torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+class Stream(nn.Module):
+    """A stream of unlike channels, and what reads it behind a norm."""
+
+    def __init__(self, norm, width=24):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Linear(12, width), norm, nn.Linear(width, 5)
+        with torch.no_grad():
+            self.embedding.weight.mul_(torch.linspace(0.05, 1, width)[:, None])
+            norm.weight.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.embedding(x))))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_t11_a_stream_behind_a_norm_loses_channels_at_the_error_that_is_said(norm):
+    torch.manual_seed(0)
+    model = Stream(norm(24)).double()
+    x = random(4000, 12)
+    errors = []
+    for budget in (0.001, 0.01, 0.05, 0.2):
+        plan = seen(model, x[:4], x.split(500), budget=budget)
+        if not plan.mergings:
+            continue
+        small = copy.deepcopy(model)
+        plan.apply(small)
+        with torch.no_grad(), merged(model, plan):
+            torch.testing.assert_close(model(x), small(x), rtol=1e-4, atol=1e-4)
+        y, after = model(x).detach(), small(x).detach()
+        change = (y - after).square().sum(1).mean() / y.var(0, unbiased=False).sum()
+        assert change <= 1.05 * plan.mergings[0].error <= 1.05 * budget
+        assert change >= 0.1 * plan.mergings[0].error
+        assert small.norm.normalized_shape == (len(small.norm.weight),)
+        errors.append(change)
+    assert len(errors) >= 3
+    assert len(small.norm.weight) < 20
+
+
 @pytest.mark.parametrize(
     ("activation", "factor"),
     [(nn.ReLU(), 2.0), (nn.Tanh(), -1.0), (nn.ReLU(), 0.0)],

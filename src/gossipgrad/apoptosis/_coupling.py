@@ -33,7 +33,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gossipgrad.apoptosis._neurons import input_dim
+from gossipgrad.apoptosis._neurons import input_dim, is_row_norm
 
 __all__ = ["Axis", "Coupling", "Labels"]
 
@@ -82,6 +82,7 @@ class Coupling(TorchDispatchMode):
         norms: By consumer, the BatchNorm that alone reads its output.
         dropouts: By consumer, the dropout module whose output it reads.
         calls: The names of modules with weights that were called.
+        row_norms: The names of gains of LayerNorm and RMSNorm over a residual stream.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -101,6 +102,7 @@ class Coupling(TorchDispatchMode):
         self.norms: dict[str, str] = {}
         self.dropouts: dict[str, str] = {}
         self.calls: set[str] = set()
+        self.row_norms: set[str] = set()
         for prefix, module in model.named_modules():
             for name, _ in module.named_parameters(prefix, recurse=False):
                 self._owners.setdefault(name, module)
@@ -157,6 +159,10 @@ class Coupling(TorchDispatchMode):
                 del rest[at]
         return Axis(tuple(rest), labels)
 
+    def refuse(self, labels: Labels, reason: str) -> None:
+        """Note why entries stay that are not joined."""
+        self._reasons.append((labels, reason))
+
     def reasons(self) -> dict[int, str]:
         """Return by representative the first reason why entries go together."""
         found: dict[int, str] = {}
@@ -177,6 +183,9 @@ class Coupling(TorchDispatchMode):
                     continue
                 best = max(axis.dims, key=lambda dim: self._slices(axis, dim))
                 self.whole(axis, [dim for dim in axis.dims if dim != best], reason)
+            for labels in (self.axes[gain, 0] for gain in self.row_norms):
+                if len(np.unique(self.roots(labels))) < len(labels):
+                    self.whole(Axis((0,), labels), [0], "a norm is over them")
 
     def _are_slices(self, axis: Axis) -> bool:
         """Whether entries differ along one dim alone."""
@@ -487,6 +496,8 @@ class Coupling(TorchDispatchMode):
         dims = [d % x.ndim for d in dims] if isinstance(dims, list | tuple) and dims else None
         dims = list(range(x.ndim)) if dims is None else dims
         keeps = _tensors(output)[0].ndim == x.ndim
+        if dims == [x.ndim - 1] and self._is_over_stream(x):
+            return [axis for axis in self._state[id(x)] if x.ndim - 1 not in axis.dims]
         found = []
         for axis in self._state.get(id(x), ()):
             axis = self.whole(axis, dims, f"{name}() reduces over them")
@@ -558,8 +569,20 @@ class Coupling(TorchDispatchMode):
     def _layer_norm(self, name: str, args: Any, kwargs: Any, output: Any) -> Axes:
         x, *beside = _tensors((args, kwargs))
         out = _tensors(output)[0]
-        self._state[id(out)] = self._pointwise(name, (x, *beside), {}, output)
+        axes = self._pointwise(name, (x, *beside), {}, output)
+        self._state[id(out)] = axes
+        if len(args[1]) == 1 and self._is_over_stream(out):
+            return axes
         return self._fixed(out, range(x.ndim - len(args[1]), x.ndim), "a norm is over them")
+
+    def _is_over_stream(self, x: Tensor) -> bool:
+        """Whether a module norms a tensor over one axis, whose entries may go: see `_judge`."""
+        norm = self._entered[-1] if self._entered else None
+        axes = [axis for axis in self._state.get(id(x), ()) if x.ndim - 1 in axis.dims]
+        if norm is None or not is_row_norm(norm) or [a.dims for a in axes] != [(x.ndim - 1,)]:
+            return False
+        self.row_norms.add(f"{self._names[id(norm)]}.weight")
+        return True
 
     _op_native_layer_norm = _op__fused_rms_norm = _layer_norm
 

@@ -18,6 +18,7 @@ from gossipgrad.apoptosis._coupling import Coupling
 from gossipgrad.apoptosis._neurons import Entries, Neurons, weight_of
 from gossipgrad.apoptosis._plan import Merging, surgery_of
 from gossipgrad.apoptosis._surgery import operate
+from gossipgrad.apoptosis._trial import narrow_norms
 from gossipgrad.comm import is_sharded
 
 __all__ = ["Found", "find"]
@@ -101,6 +102,10 @@ def _groups(model: nn.Module, coupling: Coupling) -> list[Neurons]:
         makes = [key for key in keys if key in produced]
         reads = [key for key in keys if key in consumed]
         if len(members) < 2 or not makes or not reads or {*makes} & {*reads}:
+            continue
+        gains = [key for key in keys if key[0] in coupling.row_norms]
+        if any(len(members) < len(coupling.axes[key]) for key in gains):
+            coupling.refuse(coupling.axes[gains[0]], "a norm is over them and others")
             continue
         members.sort(key=lambda each: each[makes[0]])
         entries = {
@@ -205,8 +210,9 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
                     weight.set_(silent[path])  # pyrefly: ignore[bad-argument-type]
                 dim, held = each.input_of(model, path)
                 weight.movedim(dim, 0)[held.indices[-1]] = 0
-        expected = _tensors(run())
         gone = [Merging(each, each.width, torch.arange(each.width - 1)) for each in neurons]
+        with narrow_norms(model, gone):
+            expected = _tensors(run())
         operate(model, [], surgery_of(model, gone))
         got = _tensors(run())
     except Exception as error:

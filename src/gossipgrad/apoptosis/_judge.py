@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gossipgrad.apoptosis._merges import Consumer, errors_of, folds_of, removal_order, split
@@ -64,22 +64,34 @@ def options_of(
     model: nn.Module,
     neurons: Neurons,
     moments: Mapping[str, Moments],
+    powers: Mapping[str, Tensor],
     *,
     rule: str,
     counts: Sequence[int],
 ) -> Options:
     """Return the errors of some numbers of removed neurons, ascending, on the sample."""
+    rule = _rule(model, neurons, rule)
     consumers = _consumers(model, neurons, moments, rule)
     order = removal_order(consumers, rule, counts[-1])
     errors = errors_of(consumers, rule, order, counts)
+    for number, count in enumerate(counts):
+        of_norms = _of_norms(model, neurons, powers, split(order, count)[1])
+        errors[number] += max((error for error, _ in of_norms.values()), default=0.0)
     return Options(neurons, order, (0, *counts), (0.0, *errors))
 
 
 def merging_of(
-    model: nn.Module, options: Options, chosen: int, moments: Mapping[str, Moments], *, rule: str
+    model: nn.Module,
+    options: Options,
+    chosen: int,
+    moments: Mapping[str, Moments],
+    powers: Mapping[str, Tensor],
+    *,
+    rule: str,
 ) -> Merging:
     """Return the merges of the chosen option."""
     neurons, count = options.neurons, options.counts[chosen]
+    rule = _rule(model, neurons, rule)
     consumers = _consumers(model, neurons, moments, rule)
     kept, removed = split(options.order, count)
     folds = folds_of(consumers, rule, options.order, count)
@@ -101,6 +113,7 @@ def merging_of(
         shifts,
         # The map of gradients is defined for pairs directly after one layer, not for sums of many.
         state_fold=folds[0] if rule == "pairs" and neurons.is_plain else None,
+        scales={path: s for path, (_, s) in _of_norms(model, neurons, powers, removed).items()},
         error=options.errors[chosen],
     )
 
@@ -109,6 +122,36 @@ def _consumers(
     model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments], rule: str
 ) -> list[Consumer]:
     return [consumer_of(model, neurons, path, moments[path], rule) for path in neurons.consumers]
+
+
+def _rule(model: nn.Module, neurons: Neurons, rule: str) -> str:
+    """Return the rule for these: sums of what LayerNorm makes change when channels leave it."""
+    norms = map(model.get_submodule, neurons.row_norms(model))
+    return "removal" if any(isinstance(norm, nn.LayerNorm) for norm in norms) else rule
+
+
+def _of_norms(
+    model: nn.Module, neurons: Neurons, powers: Mapping[str, Tensor], removed: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Return by norm over the neurons the error that is left without some, and its gains' factor.
+
+    A norm divides by the root of the mean square, which loses the share r of those removed. Gains
+    make up for its mean; its variance is at most that of summands that rise together. LayerNorm
+    subtracts a mean that changes by at most the sum of their roots of mean squares.
+    """
+    found = {}
+    for path in neurons.row_norms(model):
+        rows, squares, fourths = powers[path].cpu()
+        squares, fourths = squares / rows.clamp(min=1), fourths / rows.clamp(min=1)
+        width, kept = neurons.width, neurons.width - len(removed)
+        lost = min(float(squares[removed].sum()) / width, 1 - 1e-6)
+        deviations = (fourths - squares.square()).clamp(min=0).sqrt()
+        deviation = float(deviations[removed].sum()) / width
+        error = min(deviation**2, lost * (1 - lost)) / (2 * (1 - lost)) ** 2
+        if isinstance(model.get_submodule(path), nn.LayerNorm):
+            error += (float(squares[removed].sqrt().sum()) / kept) ** 2
+        found[path] = error, ((1 - lost) * width / kept) ** 0.5
+    return found
 
 
 def _pads_with_zeros(consumer: nn.Module) -> bool:

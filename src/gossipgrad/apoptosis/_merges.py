@@ -159,7 +159,10 @@ def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
 
 
 def removal_order(consumers: Sequence[Consumer], rule: str, at_most: int) -> list[int]:
-    """Return the order of removal by a rule, `"pairs"` or `"least-squares"`."""
+    """Return the order of removal by a rule: `"pairs"`, `"least-squares"` or `"removal"`."""
+    if rule == "removal":
+        costs = torch.stack([c.importance() * c.moments.diagonal() for c in consumers]).sum(0)
+        return costs.argsort().tolist()
     return pair_order(consumers) if rule == "pairs" else pivot_order(consumers, at_most)
 
 
@@ -201,8 +204,12 @@ def split(order: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
     return removed_of(len(order), removed), removed
 
 
-def _merge(consumer: Consumer, rule: str, order: Sequence[int]) -> "_Pairs | _LeastSquares":
-    return _Pairs(consumer) if rule == "pairs" else _LeastSquares(consumer, order)
+def _merge(
+    consumer: Consumer, rule: str, order: Sequence[int]
+) -> "_Pairs | _LeastSquares | _Removal":
+    if rule == "least-squares":
+        return _LeastSquares(consumer, order)
+    return _Pairs(consumer) if rule == "pairs" else _Removal(consumer)
 
 
 def _residuals(second: Tensor) -> Tensor:
@@ -210,6 +217,25 @@ def _residuals(second: Tensor) -> Tensor:
     own = second.diagonal()
     inverse = torch.where(own > own.max() * _TINY, 1 / own.clamp(min=1e-300), 0.0)
     return (own[:, None] - second.square() * inverse).clamp(min=0)
+
+
+class _Removal:
+    """Merges nothing: a constant and the gains of a norm make up for what goes."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer, self.second = consumer, consumer.moments.cpu()
+
+    def coefficients(self, kept: int) -> int:
+        """Return how many coefficients replace one input."""
+        return 1
+
+    def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Shape `(k, r)`."""
+        return self.second.new_zeros(len(kept), len(removed))
+
+    def error(self, kept: Tensor, removed: Tensor) -> float:
+        """Return the joint error where each neuron has one second moment."""
+        return _error_of_one_tap(self.consumer, removed, self.second[removed][:, removed])
 
 
 class _Pairs:

@@ -151,7 +151,10 @@ class Watch:
         self._layers = layers
         for number, path in enumerate(layers):
             self._count(model.get_submodule(path), number)
+        self.powers: dict[str, Tensor] = {}
         for each in neurons:
+            for path in each.row_norms(model):
+                self._hook_norm(model, each, path)
             for path in each.consumers:
                 consumer = model.get_submodule(path)
                 _, held = each.input_of(model, path)
@@ -184,6 +187,28 @@ class Watch:
                 self.positions[number] += of.numel() / weight_of(module).shape[dim]
 
         self._handles.append(layer.register_forward_hook(count))
+
+    def _hook_norm(self, model: nn.Module, neurons: Neurons, path: str) -> None:
+        """Sum second and fourth powers of what a norm makes, without gain and bias."""
+        norm, indices = model.get_submodule(path), neurons.entries[f"{path}.weight 0"].indices
+        device = weight_of(norm).device
+        powers = torch.zeros(3, neurons.width, dtype=torch.float64, device=device)
+        self.powers[path] = powers
+
+        @torch.compiler.disable
+        @torch.no_grad()
+        def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if module is norm and module.training:
+                rows = inputs[0].flatten(0, -2)[:, indices[:, 0].to(device)].float()
+                if isinstance(norm, nn.LayerNorm):
+                    rows = rows - rows.mean(1, keepdim=True)
+                squares = rows.square()
+                squares /= squares.mean(1, keepdim=True) + 1e-30
+                squares = squares[squares.isfinite().all(1)]
+                sums = torch.ones_like(squares), squares, squares.square()
+                powers.add_(torch.stack([each.sum(0) for each in sums]))
+
+        self._handles.append(norm.register_forward_hook(add))
 
     def _hook(self, model: nn.Module, neurons: Neurons, path: str) -> None:
         key, consumer = (neurons.name, path), model.get_submodule(path)

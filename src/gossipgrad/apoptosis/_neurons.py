@@ -14,6 +14,7 @@ __all__ = [
     "bias_of",
     "input_dim",
     "is_layer",
+    "is_row_norm",
     "output_dim",
     "taps_of",
     "tensor_of",
@@ -101,6 +102,10 @@ class Neurons:
         """Return the dimension of a consumer's weight that reads them, and their entries of it."""
         dim = input_dim(model.get_submodule(consumer))
         return dim, self.entries[f"{consumer}.weight {dim}"]
+
+    def row_norms(self, model: nn.Module) -> list[str]:
+        """Return the norms over them: LayerNorm or RMSNorm of a residual stream."""
+        return [path for path in self.companions if is_row_norm(model.get_submodule(path))]
 
     def located(self, model: nn.Module) -> "Neurons":
         """Return the same with their entries of plain layers, unless it has them."""
@@ -222,6 +227,13 @@ def output_dim(layer: nn.Module) -> int:
     """Return the dimension of its weight that its outputs belong to."""
     is_second = isinstance(layer, _ConvTransposeNd | nn.Embedding) or hasattr(layer, "nf")
     return 1 if is_second else 0
+
+
+def is_row_norm(module: nn.Module) -> bool:
+    """Whether it normalises rows over channels that have a gain each: LayerNorm or RMSNorm."""
+    weight = getattr(module, "weight", None)
+    is_norm = isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
+    return is_norm and isinstance(weight, nn.Parameter) and weight.ndim == 1
 
 
 def weight_of(layer: nn.Module) -> nn.Parameter:

@@ -27,6 +27,7 @@ class Merging:
         folds: By consumer, the shares of removed weights to add to kept ones, `(k, removed)`.
         shifts: By consumer that can absorb a constant, the constants, `(taps or 1, removed)`.
         state_fold: The same for gradients and optimizer state, `(k, removed)`.
+        scales: By norm over a residual stream, the factor of its gains.
         error: The joint mean square error of a consumer's outputs over their variance, on the
             measured batches; for several consumers the largest.
     """
@@ -37,6 +38,7 @@ class Merging:
     folds: Mapping[str, Tensor] = field(default_factory=dict)
     shifts: Mapping[str, Tensor] = field(default_factory=dict)
     state_fold: Tensor | None = None
+    scales: Mapping[str, float] = field(default_factory=dict)
     error: float = 0.0
 
 
@@ -102,6 +104,7 @@ class ShrinkPlan:
                     "folds": dict(each.folds),
                     "shifts": dict(each.shifts),
                     "state_fold": each.state_fold,
+                    "scales": dict(each.scales),
                 }
                 for each in self.mergings
             ],
@@ -148,7 +151,10 @@ def surgery_of(model: nn.Module, mergings: Sequence[Merging]) -> Surgery:
                 folds["weight_fold"] = each.folds.get(readers[key])
             elif isinstance(tensor_of(model, name), nn.Parameter):
                 folds["gradient_fold"] = each.state_fold
-            resizes.setdefault(name, []).append(Resize(dim, held, kept, **folds))
+            scale = (
+                each.scales.get(name.rpartition(".")[0], 1.0) if name.endswith("weight") else 1.0
+            )
+            resizes.setdefault(name, []).append(Resize(dim, held, kept, **folds, scale=scale))
         for path, (dim, held) in inputs.items():
             absorber = neurons.absorber(model, path)
             if path not in each.shifts or absorber is None:

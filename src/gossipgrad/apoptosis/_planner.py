@@ -18,6 +18,9 @@ __all__ = ["Work", "counts_of", "plan_counts", "unit_of"]
 _PER_OUTPUT = 32  # BatchNorm, ReLU and their gradients take as long as about 40 multiplications
 _MOST_COUNTS = 32
 _NOTHING = 1e-9  # an error that is rounding
+_LEAST = (
+    0.25  # of a step's time that a unit of error has to save: the rest of a budget is not spent
+)
 
 
 def unit_of(neurons: Neurons, round_to: int) -> int:
@@ -90,6 +93,10 @@ class Work:
         then = {**now, name: removed}
         return sum(self._cost(path, now) - self._cost(path, then) for path in {*self._of[name]})
 
+    def whole(self, removed: Mapping[str, int]) -> float:
+        """Return the cost of all layers."""
+        return sum(self._cost(path, removed) for path in self._layers)
+
     def _cost(self, path: str, removed: Mapping[str, int]) -> float:
         layer, product, output = self._layers[path], 1.0, 0
         for dim, (size, per_neuron) in enumerate(layer.sizes):
@@ -131,13 +138,14 @@ def _best(
     options: Options, taken: int, work: Work, removed: Mapping[str, int], left: float
 ) -> tuple[float, int, float] | None:
     """Return the most time per error that a further option saves, which it is, and its error."""
-    found = None
+    found, whole = None, work.whole(removed)
     for chosen in range(taken + 1, len(options.counts)):
         further = max(0.0, options.errors[chosen] - options.errors[taken])
         if not further <= left:
             break
         saved = work.saving(options.neurons.name, removed, options.counts[chosen])
         value = saved / (further + _NOTHING)
-        if saved > 0 and (found is None or value > found[0]):
+        is_worth_it = saved > 0 and saved >= _LEAST * (further - _NOTHING) * whole
+        if is_worth_it and (found is None or value > found[0]):
             found = value, chosen, further
     return found

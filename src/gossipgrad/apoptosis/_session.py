@@ -246,7 +246,7 @@ class ShrinkSession:
         if self.replicas.world_size > 1:
             try:
                 sums = [t for each in moments.values() for t in each.tensors()]
-                self.replicas.mean_([*sums, watch.positions])
+                self.replicas.mean_([*sums, watch.positions, *watch.powers.values()])
             except BaseException:
                 self._forget()  # some are sums of all ranks, some of this one
                 raise
@@ -443,7 +443,10 @@ class ShrinkSession:
             moments = self._moments_of(each) if counts else {}
             has_seen = all(held.count * held.ranks >= 2 for held in moments.values())
             if counts and has_seen and due > 0:  # a layer that saw no batch only sits out
-                options.append(options_of(self._inner, each, moments, rule=rule, counts=counts))
+                made = options_of(
+                    *(self._inner, each, moments, watch.powers), rule=rule, counts=counts
+                )
+                options.append(made)
         positions = watch.positions_by_layer()
         work = Work(self._inner, self.neurons, positions, self.settings.round_to)
         chosen = plan_counts(options, work, due)
@@ -454,6 +457,7 @@ class ShrinkSession:
                     each,
                     chosen[each.neurons.name],
                     self._moments_of(each.neurons),
+                    watch.powers,
                     rule=rule,
                 )
                 for each in options

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class Resize:
             or `(taps, k, taps, removed)` of a convolution or a neuron with several entries; None:
             nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
+        scale: A factor of the weights that stay.
     """
 
     dim: int
@@ -32,6 +34,7 @@ class Resize:
     kept: Tensor
     weight_fold: Tensor | None = None
     gradient_fold: Tensor | None = None
+    scale: float = 1.0
 
     @property
     def removed(self) -> Tensor:
@@ -181,6 +184,7 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
                     held[key] = _state(value, fitting, non_negative=key in NON_NEGATIVE)
         grad, tensor.grad = tensor.grad, None  # torch refuses a gradient of another shape
         small = _small(tensor, resizes, [resize.weight_fold for resize in resizes])
+        small *= prod(resize.scale for resize in resizes)
         tensor.set_(small)  # pyrefly: ignore[bad-argument-type]
         if grad is not None:
             tensor.grad = _state(grad, resizes, non_negative=False)

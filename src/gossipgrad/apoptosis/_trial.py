@@ -1,17 +1,18 @@
 """Tests of merges at full width, which are undone afterwards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.apoptosis._neurons import weight_of
-from gossipgrad.apoptosis._plan import ShrinkPlan
+from gossipgrad.apoptosis._neurons import bias_of, weight_of
+from gossipgrad.apoptosis._plan import Merging, ShrinkPlan, removed_of
 from gossipgrad.apoptosis._surgery import amounts
 
-__all__ = ["Certificate", "certify", "evaluating", "merged", "samples_at_risk"]
+__all__ = ["Certificate", "certify", "evaluating", "merged", "narrow_norms", "samples_at_risk"]
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
     """
     surgery = plan.surgery(model)
     kept: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
+    with torch.no_grad(), narrow_norms(model, plan.mergings):
         try:
             for target, amount in amounts(model, surgery):
                 kept.append((target, target.clone()))
@@ -40,6 +41,35 @@ def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
         finally:
             for tensor, value in reversed(kept):
                 tensor.copy_(value)
+
+
+@contextmanager
+def narrow_norms(model: nn.Module, mergings: Sequence[Merging]) -> Iterator[None]:
+    """Make norms over a stream leave out the channels that are removed; shapes stay."""
+    handles = []
+    for each in mergings:
+        for path in each.neurons.row_norms(model):
+            norm = model.get_submodule(path)
+            indices = each.neurons.entries[f"{path}.weight 0"].indices[:, 0]
+            kept, gone = indices[each.kept], indices[removed_of(each.width, each.kept)]
+            factor = each.scales.get(path, 1.0) * (len(kept) / each.width) ** 0.5
+
+            def mask(module: nn.Module, inputs: Any, kept: Any = kept, gone: Any = gone) -> Any:
+                x = inputs[0].clone()
+                is_centred = isinstance(module, nn.LayerNorm)
+                x[..., gone] = x[..., kept].mean(-1, keepdim=True) if is_centred else 0
+                return (x, *inputs[1:])
+
+            def scale(module: nn.Module, inputs: Any, output: Any, factor: float = factor) -> Any:
+                bias = bias_of(module)
+                return output * factor if bias is None else (output - bias) * factor + bias
+
+            handles += [norm.register_forward_pre_hook(mask), norm.register_forward_hook(scale)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
