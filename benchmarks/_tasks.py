@@ -241,7 +241,7 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -252,7 +252,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of the same shape."""
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in self.attention_in(self.attention_norm(x)).chunk(3, dim=-1)
         )
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -119,7 +119,7 @@ def shakespeare_gpt(part: float) -> Task:
         lambda: GPT(layers=2, width=64),
         *(train, (x[:256], y[:256]), 16, adamw, 3e-3, int(part * 600)),
         lambda logits, labels: -float(loss(logits, labels)),
-        settings(int(part * 600), 8, careful=0.003, bold=0.02),
+        settings(int(part * 600), 8, careful=0.01),
     )
 
 
