@@ -4,7 +4,9 @@ One thread; "seconds" are processor time of training steps with all that `gg.shr
 without evaluation. Controls: the same network without it ("whole"), and one that has the final
 widths from the beginning ("control"): cheaper still, if one knew them.
 
-    python -m benchmarks.apoptosis [--cases fashion_mlp higgs] [--seeds 3] [--part 1.0]
+Each run is kept in `results/raw/apoptosis/`: what was interrupted continues.
+
+    python -m benchmarks.apoptosis [--cases fashion_mlp higgs] [--seeds 0 1 2] [--part 1.0]
 """
 
 import argparse
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, made_by, tell, write
+from benchmarks._common import RESULTS, made_by, once, tell, write
 from benchmarks._tasks import GPT, ResNet20, folder, lenet, loss, mlp, pieces, shuffled, whole
 
 
@@ -201,21 +203,24 @@ def train_once(
     return found
 
 
-def compare(name: str, seeds: int, part: float) -> dict[str, Any]:
+def compare(name: str, seeds: list[int], part: float) -> dict[str, Any]:
     """All variants of a task, seed by seed."""
     task = TASKS[name](part)
     runs: dict[str, list[dict[str, Any]]] = {}
-    for seed in range(seeds):
-        runs.setdefault("whole", []).append(train_once(task, seed, None))
-        tell(f"{name} whole", runs["whole"][-1])
+
+    def run(variant: str, seed: int, *setting: Any) -> dict[str, Any]:
+        path = RESULTS / "raw" / "apoptosis" / f"{name}_{variant}_{seed}.json".replace(" ", "_")
+        found = once(path, {"part": part, "of": setting}, lambda: train_once(task, seed, *setting))
+        runs.setdefault(variant, []).append(found)
+        tell(f"{name} {variant} {seed}", found)
+        return found
+
+    for seed in seeds:
+        run("whole", seed, None)
         for variant, settings in task.shrinks.items():
-            runs.setdefault(variant, []).append(train_once(task, seed, settings))
-            tell(f"{name} {variant}", runs[variant][-1])
+            narrow = run(variant, seed, settings)
             if task.controls:
-                widths = tuple(runs[variant][-1]["widths"].values())
-                control = train_once(task, seed, None, widths)
-                runs.setdefault(f"control of {variant}", []).append(control)
-                tell(f"{name} control of {variant}", control)
+                run(f"control of {variant}", seed, None, tuple(narrow["widths"].values()))
     ratios = {
         "times_fewer_parameters": "parameters",
         "times_less_processor_time": "seconds",
@@ -239,7 +244,7 @@ def main() -> None:
     """Runs what is asked for, and keeps what was found of the rest."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--part", type=float, default=1.0, help="of the steps, for a try")
     parser.add_argument("--out", type=Path, default=RESULTS / "apoptosis.json")
     options = parser.parse_args()

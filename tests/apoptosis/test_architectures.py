@@ -296,7 +296,7 @@ def test_duplicates_go_and_the_function_stays(name):
     for parameter, old in zip(model.parameters(), settled(name).parameters(), strict=True):
         parameter.data.copy_(old)  # only the optimizer's state stays
     plant_duplicates(model, found)
-    plan = seen(model, x, [inputs(name, seed) for seed in range(8)], budget=1e-9, merge="pairs")
+    plan = seen(model, x, [inputs(name, seed) for seed in range(8)], budget=1e-9)
     assert {each.neurons.name for each in plan.mergings} == {*MODELS[name][1]}
     plan.apply(model, [optimizer])
     torch.testing.assert_close(model(x).detach(), before, rtol=1e-5, atol=1e-5)

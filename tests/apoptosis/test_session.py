@@ -46,9 +46,8 @@ SETTINGS = {"example_input": torch.zeros(2, 6), "every": 20, "batches": 10, "eve
 SETTINGS["round_to"] = 2
 
 
-@pytest.mark.parametrize("merge", ["pairs", "least-squares"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_it_gets_smaller_and_learns_on(merge, optimizer):
+def test_it_gets_smaller_and_learns_on(optimizer):
     model = network()
     of = {"lr": 0.02, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": 0.003}
     made = optimizer(model.parameters(), **of)
@@ -56,7 +55,7 @@ def test_it_gets_smaller_and_learns_on(merge, optimizer):
     ids = [id(p) for p in model.parameters()]
     seen = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
-    with gg.shrink(model, made, budget=0.03, merge=merge, **SETTINGS) as session:
+    with gg.shrink(model, made, budget=0.03, **SETTINGS) as session:
         train(model, made, batches(100))
         stats, widths = session.stats(), session.widths()
         assert sum(session.spent.values()) <= 0.03 * len(widths) + 1e-9
@@ -169,12 +168,11 @@ def test_an_optimizer_that_cannot_shrink_is_refused_at_the_start():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("of", [{"merge": "pairs"}, {"merge": "least-squares"}])
-def test_a_batch_that_is_not_finite_stops_neither_training_nor_events(of, bad):
+def test_a_batch_that_is_not_finite_stops_neither_training_nor_events(bad):
     """The loop looks at the loss and leaves the batch out."""
     model = network()
     made = torch.optim.SGD(model.parameters(), lr=0.02)
-    with gg.shrink(model, made, budget=0.03, **{**SETTINGS, "events": 2}, **of) as session:
+    with gg.shrink(model, made, budget=0.03, **{**SETTINGS, "events": 2}) as session:
         for number, (x, y) in enumerate(batches(44)):
             if number in (14, 33):  # one in each window that is measured
                 x[5, 3] = bad

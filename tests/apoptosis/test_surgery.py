@@ -13,7 +13,7 @@ NARROWER = Surgery(
     {
         "0.weight": [Resize(0, UNITS, STAYS)],
         "0.bias": [Resize(0, UNITS, STAYS)],
-        "2.weight": [Resize(1, UNITS, STAYS, weight_fold=FOLD, gradient_fold=FOLD)],
+        "2.weight": [Resize(1, UNITS, STAYS, fold=FOLD)],
     },
 )
 
@@ -38,7 +38,7 @@ def test_two_kinds_of_neurons_leave_one_dimension():
     odd = Entries(8, torch.tensor([[1, 3], [5, 7]]))
     share = torch.tensor([[0.5], [0.0]])
     resizes = [
-        Resize(1, even, torch.tensor([0, 2]), weight_fold=share),
+        Resize(1, even, torch.tensor([0, 2]), fold=share),
         Resize(1, odd, torch.tensor([1])),
     ]
     operate(model, [], Surgery({"weight": resizes}))

@@ -18,9 +18,7 @@ __all__ = ["Options", "consumer_of", "merging_of", "options_of"]
 _ENOUGH = 4  # rows for each coefficient
 
 
-def consumer_of(
-    model: nn.Module, neurons: Neurons, path: str, moments: Moments, rule: str
-) -> Consumer:
+def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments) -> Consumer:
     """Return a consumer with its measured inputs and current weights."""
     module = model.get_submodule(path)
     dim, held = neurons.input_of(model, path)
@@ -38,7 +36,7 @@ def consumer_of(
         flat = mean.flatten().to(second)
         second.view(len(flat), len(flat)).addr_(flat, flat)
     samples = moments.count * moments.ranks
-    sums_taps = rule == "least-squares" and 1 < len(second) <= samples / _ENOUGH / neurons.width
+    sums_taps = 1 < len(second) <= samples / _ENOUGH / neurons.width
     mean = mean if absorbs else None
     return Consumer(weights, second, mean, max(variance, 1e-300), samples, sums_taps)
 
@@ -65,15 +63,13 @@ def options_of(
     neurons: Neurons,
     moments: Mapping[str, Moments],
     powers: Mapping[str, Tensor],
-    *,
-    rule: str,
     counts: Sequence[int],
 ) -> Options:
     """Return the errors of some numbers of removed neurons, ascending, on the sample."""
-    rule = _rule(model, neurons, rule)
-    consumers = _consumers(model, neurons, moments, rule)
-    order = removal_order(consumers, rule, counts[-1])
-    errors = errors_of(consumers, rule, order, counts)
+    merges = _may_merge(model, neurons)
+    consumers = _consumers(model, neurons, moments)
+    order = removal_order(consumers, counts[-1], merges=merges)
+    errors = errors_of(consumers, order, counts, merges=merges)
     for number, count in enumerate(counts):
         of_norms = _of_norms(model, neurons, powers, split(order, count)[1])
         errors[number] += max((error for error, _ in of_norms.values()), default=0.0)
@@ -86,15 +82,13 @@ def merging_of(
     chosen: int,
     moments: Mapping[str, Moments],
     powers: Mapping[str, Tensor],
-    *,
-    rule: str,
 ) -> Merging:
     """Return the merges of the chosen option."""
     neurons, count = options.neurons, options.counts[chosen]
-    rule = _rule(model, neurons, rule)
-    consumers = _consumers(model, neurons, moments, rule)
+    merges = _may_merge(model, neurons)
+    consumers = _consumers(model, neurons, moments)
     kept, removed = split(options.order, count)
-    folds = folds_of(consumers, rule, options.order, count)
+    folds = folds_of(consumers, options.order, count, merges=merges)
     shifts = {}
     for path, consumer, fold in zip(neurons.consumers, consumers, folds, strict=True):
         if consumer.mean is not None:
@@ -111,23 +105,21 @@ def merging_of(
         kept,
         dict(zip(neurons.consumers, folds, strict=True)),
         shifts,
-        # The map of gradients is defined for pairs directly after one layer, not for sums of many.
-        state_fold=folds[0] if rule == "pairs" and neurons.is_plain else None,
         scales={path: s for path, (_, s) in _of_norms(model, neurons, powers, removed).items()},
         error=options.errors[chosen],
     )
 
 
 def _consumers(
-    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments], rule: str
+    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments]
 ) -> list[Consumer]:
-    return [consumer_of(model, neurons, path, moments[path], rule) for path in neurons.consumers]
+    return [consumer_of(model, neurons, path, moments[path]) for path in neurons.consumers]
 
 
-def _rule(model: nn.Module, neurons: Neurons, rule: str) -> str:
-    """Return the rule for these: sums of what LayerNorm makes change when channels leave it."""
+def _may_merge(model: nn.Module, neurons: Neurons) -> bool:
+    """Whether sums of others may replace them: LayerNorm's mean would change with the sums."""
     norms = map(model.get_submodule, neurons.row_norms(model))
-    return "removal" if any(isinstance(norm, nn.LayerNorm) for norm in norms) else rule
+    return not any(isinstance(norm, nn.LayerNorm) for norm in norms)
 
 
 def _of_norms(

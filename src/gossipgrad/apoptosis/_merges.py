@@ -19,16 +19,14 @@ __all__ = [
     "Consumer",
     "errors_of",
     "folds_of",
-    "greedy_order",
     "joint_error",
-    "pair_order",
     "pivot_order",
     "removal_order",
     "split",
 ]
 
-_TINY = 1e-12
 _ROUNDING = 1e-7
+_ALL = 2048  # neurons that are all ordered by pivots
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,37 +100,10 @@ def _error_of_one_tap(consumer: Consumer, removed: Tensor, left: Tensor) -> floa
     return max(0.0, float(error)) / consumer.scale
 
 
-def pair_order(consumers: Sequence[Consumer]) -> list[int]:
-    """Return the order of removal, if each neuron is merged into its best replacement."""
-    # Greedy by the cost of each, `||V_j||^2 (C_jj - C_ij^2 / C_ii)`, after the removals before it.
-    costs = sum(c.importance()[:, None] * _residuals(c.moments) for c in consumers)
-    assert isinstance(costs, Tensor)
-    return greedy_order(costs.cpu().fill_diagonal_(torch.inf))
-
-
-def greedy_order(costs: Tensor) -> list[int]:
-    """Return the order of removal, the cheapest first, each into a kept one; the last stays."""
-    width = len(costs)
-    costs = costs.clone()
-    best, partner = costs.min(1)
-    order: list[int] = []
-    for _ in range(width - 1):
-        gone = int(best.argmin())
-        order.append(gone)
-        costs[:, gone] = torch.inf
-        costs[gone, :] = torch.inf
-        best[gone] = torch.inf
-        partner[gone] = -1
-        lost = (partner == gone).nonzero().flatten()
-        if len(lost):
-            best[lost], partner[lost] = costs[lost].min(1)
-    return [*order, *({*range(width)} - {*order})]
-
-
 def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     """Return the order of removal, if each is replaced by the best sum of all kept ones."""
     # The reverse of the pivots of a Cholesky decomposition: the first leave the smallest residuals.
-    # The last `at_most` are ordered by their residuals.
+    # Of a wide layer the last `at_most` are ordered by their residuals.
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
     second = torch.zeros(consumers[0].moments.shape, device=importance.device)
     for consumer in consumers:  # fp32 is enough for an order
@@ -141,11 +112,12 @@ def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     second = second.mul_(root[:, None]).mul_(root).cpu()
     left = second.diagonal().clone()
     width = len(second)
-    factor = second.new_zeros(width, width - at_most)
+    steps = width if width <= _ALL else width - at_most
+    factor = second.new_zeros(width, steps)
     pivots: list[int] = []
     floor = float(left.sum()) * _ROUNDING
     is_open = torch.ones(width, dtype=torch.bool)
-    for step in range(width - at_most):
+    for step in range(steps):
         at = int(torch.where(is_open, left, left.new_tensor(-1.0)).argmax())
         if left[at] <= floor:
             break
@@ -158,16 +130,20 @@ def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     return rest[left[rest].argsort()].tolist() + pivots[::-1]
 
 
-def removal_order(consumers: Sequence[Consumer], rule: str, at_most: int) -> list[int]:
-    """Return the order of removal by a rule: `"pairs"`, `"least-squares"` or `"removal"`."""
-    if rule == "removal":
-        costs = torch.stack([c.importance() * c.moments.diagonal() for c in consumers]).sum(0)
-        return costs.argsort().tolist()
-    return pair_order(consumers) if rule == "pairs" else pivot_order(consumers, at_most)
+def removal_order(consumers: Sequence[Consumer], at_most: int, *, merges: bool = True) -> list[int]:
+    """Return the order of removal, if others make up for what goes, or if nothing does."""
+    if merges:
+        return pivot_order(consumers, at_most)
+    costs = torch.stack([c.importance() * c.moments.diagonal() for c in consumers]).sum(0)
+    return costs.argsort().tolist()
 
 
 def errors_of(
-    consumers: Sequence[Consumer], rule: str, order: Sequence[int], counts: Sequence[int]
+    consumers: Sequence[Consumer],
+    order: Sequence[int],
+    counts: Sequence[int],
+    *,
+    merges: bool = True,
 ) -> list[float]:
     """Return the joint error without the first neurons of an order, by their number.
 
@@ -176,7 +152,7 @@ def errors_of(
     """
     largest = [0.0] * len(counts)
     for consumer in consumers:
-        merge = _merge(consumer, rule, order)
+        merge = _merge(consumer, order, merges=merges)
         for number, count in enumerate(counts):
             kept, removed = split(order, count)
             if len(consumer.second) == 1 or consumer.sums_taps:
@@ -189,13 +165,13 @@ def errors_of(
 
 
 def folds_of(
-    consumers: Sequence[Consumer], rule: str, order: Sequence[int], count: int
+    consumers: Sequence[Consumer], order: Sequence[int], count: int, *, merges: bool = True
 ) -> list[Tensor]:
     """Return by consumer the shares of the removed neurons that go to those kept.
 
     Shape `(k, r)`, or `(taps, k, taps, r)` where there are samples enough for all taps.
     """
-    return [_merge(each, rule, order).fold(*split(order, count)) for each in consumers]
+    return [_merge(each, order, merges=merges).fold(*split(order, count)) for each in consumers]
 
 
 def split(order: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
@@ -204,19 +180,8 @@ def split(order: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
     return removed_of(len(order), removed), removed
 
 
-def _merge(
-    consumer: Consumer, rule: str, order: Sequence[int]
-) -> "_Pairs | _LeastSquares | _Removal":
-    if rule == "least-squares":
-        return _LeastSquares(consumer, order)
-    return _Pairs(consumer) if rule == "pairs" else _Removal(consumer)
-
-
-def _residuals(second: Tensor) -> Tensor:
-    """Return the residual of each neuron as a multiple of another: `C_jj - C_ij^2 / C_ii`."""
-    own = second.diagonal()
-    inverse = torch.where(own > own.max() * _TINY, 1 / own.clamp(min=1e-300), 0.0)
-    return (own[:, None] - second.square() * inverse).clamp(min=0)
+def _merge(consumer: Consumer, order: Sequence[int], *, merges: bool) -> "_LeastSquares | _Removal":
+    return _LeastSquares(consumer, order) if merges else _Removal(consumer)
 
 
 class _Removal:
@@ -236,42 +201,6 @@ class _Removal:
     def error(self, kept: Tensor, removed: Tensor) -> float:
         """Return the joint error where each neuron has one second moment."""
         return _error_of_one_tap(self.consumer, removed, self.second[removed][:, removed])
-
-
-class _Pairs:
-    """Merges each neuron into the kept one with the smallest residual."""
-
-    def __init__(self, consumer: Consumer) -> None:
-        self.consumer, self.second = consumer, consumer.moments.cpu()
-        self.residuals = _residuals(self.second)
-        self.least = float(self.second.diagonal().max()) * _TINY
-
-    def _partners(self, kept: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each removed neuron's partner, as an index among the kept, and the coefficient."""
-        at = self.residuals[removed][:, kept].argmin(1)
-        partner = kept[at]
-        own = self.second.diagonal()[partner]
-        return at, torch.where(own > self.least, self.second[removed, partner] / own, 0.0)
-
-    def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
-        """Shape `(k, r)`."""
-        fold = self.second.new_zeros(len(kept), len(removed))
-        at, scale = self._partners(kept, removed)
-        fold[at, torch.arange(len(removed))] = scale
-        return fold
-
-    def coefficients(self, kept: int) -> int:
-        """Return how many coefficients replace one input."""
-        return 1
-
-    def error(self, kept: Tensor, removed: Tensor) -> float:
-        """Return the joint error where each neuron has one second moment."""
-        at, scale = self._partners(kept, removed)
-        partner, second = kept[at], self.second
-        both = scale[:, None] * second[partner][:, removed]
-        own = scale[:, None] * second[partner][:, partner] * scale
-        left = second[removed][:, removed] - both - both.T + own
-        return _error_of_one_tap(self.consumer, removed, left)
 
 
 class _LeastSquares:

@@ -83,11 +83,6 @@ class Neurons:
         return f"{self.producers[0]}[{self.part}]" if self.part else self.producers[0]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether they have one producer and no companions, only an activation."""
-        return len(self.producers) == 1 and not self.companions
-
-    @property
     def width(self) -> int:
         """Their number."""
         return len(next(iter(self.entries.values())).indices)

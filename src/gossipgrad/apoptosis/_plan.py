@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from gossipgrad.apoptosis._neurons import Entries, Neurons, tensor_of, weight_of
+from gossipgrad.apoptosis._neurons import Entries, Neurons, weight_of
 from gossipgrad.apoptosis._surgery import Resize, Shift, Surgery, operate
 
 __all__ = ["Merging", "ShrinkPlan", "removed_of", "surgery_of"]
@@ -26,7 +26,6 @@ class Merging:
         kept: Indices of kept neurons, ascending, shape `(k,)`.
         folds: By consumer, the shares of removed weights to add to kept ones, `(k, removed)`.
         shifts: By consumer that can absorb a constant, the constants, `(taps or 1, removed)`.
-        state_fold: The same for gradients and optimizer state, `(k, removed)`.
         scales: By norm over a residual stream, the factor of its gains.
         error: The joint mean square error of a consumer's outputs over their variance, on the
             measured batches; for several consumers the largest.
@@ -37,7 +36,6 @@ class Merging:
     kept: Tensor
     folds: Mapping[str, Tensor] = field(default_factory=dict)
     shifts: Mapping[str, Tensor] = field(default_factory=dict)
-    state_fold: Tensor | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
     error: float = 0.0
 
@@ -103,7 +101,6 @@ class ShrinkPlan:
                     "neurons": asdict(each.neurons),
                     "folds": dict(each.folds),
                     "shifts": dict(each.shifts),
-                    "state_fold": each.state_fold,
                     "scales": dict(each.scales),
                 }
                 for each in self.mergings
@@ -146,15 +143,11 @@ def surgery_of(model: nn.Module, mergings: Sequence[Merging]) -> Surgery:
         readers = {f"{path}.weight {dim}": path for path, (dim, _) in inputs.items()}
         for key, held in neurons.entries.items():
             name, dim = key.rpartition(" ")[0], int(key.rpartition(" ")[2])
-            folds: dict[str, Tensor | None] = {}
-            if key in readers:
-                folds["weight_fold"] = each.folds.get(readers[key])
-            elif isinstance(tensor_of(model, name), nn.Parameter):
-                folds["gradient_fold"] = each.state_fold
+            fold = each.folds.get(readers[key]) if key in readers else None
             scale = (
                 each.scales.get(name.rpartition(".")[0], 1.0) if name.endswith("weight") else 1.0
             )
-            resizes.setdefault(name, []).append(Resize(dim, held, kept, **folds, scale=scale))
+            resizes.setdefault(name, []).append(Resize(dim, held, kept, fold, scale))
         for path, (dim, held) in inputs.items():
             absorber = neurons.absorber(model, path)
             if path not in each.shifts or absorber is None:

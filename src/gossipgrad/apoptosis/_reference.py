@@ -18,12 +18,10 @@ O1. Exact merges: `w_j = a w_i`, a > 0, for homogeneous s; mirror images of tanh
     and constant neurons.
 O2. A bound for the worst case: `L ||V_j|| ||w_j|| sin(angle) ||x||`, and interval arithmetic. It is
     6 to 100 times as large as the error on a sample, and only here.
-O3. Merges by covariance: `h_j` becomes `a h_i + b` with `a = C_ij / C_ii`, at the cost
-    `||V_j||^2 (C_jj - C_ij^2 / C_ii)`; with several others, least squares on all that stay, chosen
-    by a pivoted Cholesky decomposition.
+O3. Merges by covariance: `h_j` becomes a sum of all that stay and a constant, by least squares.
+    Those stay that leave the smallest residuals `||V_j||^2 S_jj`: a pivoted Cholesky decomposition.
 O4. The joint error of many merges, never a sum of errors; a greedy order, and bisection.
-O5. The state of optimizers: momentum follows the map of gradients, second moments its Minkowski
-    bound; where neurons become sums of many, none of it.
+O5. The state of optimizers: that of what stays.
 O6. A budget over the run, spent early; loss on held-out samples before and after; a rate.
 O7. A certificate: samples whose class leads by more than twice the change of any logit are safe.
 O8. Replicas that differ: one plan from mean moments. Surgery is linear in weights, so it commutes
@@ -43,9 +41,7 @@ __all__ = [
     "Activation",
     "bound_of_constant",
     "bound_of_pair",
-    "change_of_outputs",
-    "merge_in_pairs",
-    "pair",
+    "merge",
 ]
 
 
@@ -126,71 +122,27 @@ def bound_of_constant(
     return float(top - bottom) / 2, float(top + bottom) / 2
 
 
-def pair(h: Tensor, j: int, others: list[int]) -> tuple[float, int, float, float]:
-    """Return the best replacement of neuron j by another: `h_j = a h_i + b` (O3).
-
-    Returns:
-        The mean square of the residual, i, a and b.
-    """
-    best = (math.inf, -1, 0.0, 0.0)
-    mean_j = float(h[:, j].mean())
-    for i in others:
-        mean_i = float(h[:, i].mean())
-        between = float(((h[:, i] - mean_i) * (h[:, j] - mean_j)).mean())
-        own = float((h[:, i] - mean_i).square().mean())
-        a = between / own if own > 0 else 0.0
-        b = mean_j - a * mean_i
-        left = float((h[:, j] - a * h[:, i] - b).square().mean())
-        if left < best[0]:
-            best = (left, i, a, b)
-    return best
-
-
-def change_of_outputs(h: Tensor, v: Tensor, merges: dict[int, tuple[int, float, float]]) -> float:
-    """Return `E ||dy||^2` of all merges together, by running the samples (O4)."""
-    changed = h.clone()
-    for j, (i, a, b) in merges.items():
-        changed[:, j] = a * h[:, i] + b
-    return float(((h - changed) @ v.T).square().sum(1).mean())
-
-
-def merge_in_pairs(
-    h: Tensor, v: Tensor, budget: float, at_most: int
-) -> tuple[dict[int, tuple[int, float, float]], float]:
-    """Return about as many merges as the budget allows, greedily, and their joint error.
+def merge(h: Tensor, v: Tensor, count: int) -> tuple[list[int], Tensor, float]:
+    """Return what is left without some neurons (O3, O4).
 
     Args:
         h: Samples of the neurons, `(samples, width)`.
         v: The consumer's weights, `(outputs, width)`.
-        budget: Upper limit of the mean square error over the variance of y.
-        at_most: The most neurons to remove.
+        count: How many neurons are removed.
 
     Returns:
-        By neuron removed: the one it is merged into, a and b; and the error over the variance.
+        The neurons kept, the share of each removed one that goes to each of them, `(k, r)`, and
+        `E ||dy||^2` over the variance of y, by running the samples.
     """
-    y = h @ v.T
-    variance = float((y - y.mean(0)).square().sum(1).mean())
-    alive = list(range(h.shape[1]))
-    order: list[int] = []
-    while len(alive) > 1:  # the cheapest one, after the removals before
-        costs = {
-            j: float(v[:, j].square().sum()) * pair(h, j, [i for i in alive if i != j])[0]
-            for j in alive
-        }
-        j = min(costs, key=lambda each: costs[each])
-        order.append(j)
-        alive.remove(j)
-
-    def attempt(count: int) -> tuple[dict[int, tuple[int, float, float]], float]:
-        kept = [i for i in range(h.shape[1]) if i not in order[:count]]
-        merges = {j: pair(h, j, kept)[1:] for j in order[:count]}
-        return merges, change_of_outputs(h, v, merges) / variance
-
-    low, high = 0, min(at_most, len(order))
-    while low < high and attempt(low)[1] < 0.9 * budget:
-        middle = (low + high + 1) // 2
-        if attempt(middle)[1] <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return attempt(low)
+    h = h - h.mean(0)
+    kept: list[int] = []
+    while len(kept) < h.shape[1] - count:
+        others = [j for j in range(h.shape[1]) if j not in kept]
+        fold = torch.linalg.lstsq(h[:, kept], h[:, others]).solution
+        left = (h[:, others] - h[:, kept] @ fold).square().sum(0) * v[:, others].square().sum(0)
+        kept.append(others[int(left.argmax())])
+    kept.sort()
+    removed = [j for j in range(h.shape[1]) if j not in kept]
+    fold = torch.linalg.lstsq(h[:, kept], h[:, removed]).solution
+    change = (h[:, removed] - h[:, kept] @ fold) @ v[:, removed].T
+    return kept, fold, float(change.square().sum() / (h @ v.T).square().sum())

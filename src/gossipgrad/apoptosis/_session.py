@@ -46,7 +46,6 @@ class ShrinkSettings:
     every: int = 200
     events: int = 10
     batches: int = 16
-    merge: str = "least-squares"
     schedule: Callable[[float], float] = cosine
     tolerance: float = 0.01
     round_to: int = 16
@@ -70,8 +69,6 @@ class ShrinkSettings:
             raise ValueError(f"tolerance is a share of the loss from 0, got {self.tolerance!r}")
         if not callable(self.schedule):
             raise ValueError(f"schedule must be a function of a share, got {self.schedule!r}")
-        if self.merge not in (known := ("pairs", "least-squares")):
-            raise ValueError(f"merge must be one of {known}, got {self.merge!r}")
 
 
 @dataclass(frozen=True)
@@ -259,8 +256,7 @@ class ShrinkSession:
                 "second moments of neurons are not finite: activations are too large. Look at the "
                 "loss"
             )
-        if self.settings.merge == "least-squares":
-            self._warn_of_few_samples()
+        self._warn_of_few_samples()
         due = self._due() if budget is None else budget * len(self.neurons)
         if self.replicas.world_size == 1:
             return self._plan(due)
@@ -437,16 +433,13 @@ class ShrinkSession:
 
     def _plan(self, due: float) -> ShrinkPlan:
         assert self._watch is not None
-        watch, rule, options = self._watch, self.settings.merge, []
+        watch, options = self._watch, []
         for each in self.neurons:
             counts = self._counts(each)
             moments = self._moments_of(each) if counts else {}
             has_seen = all(held.count * held.ranks >= 2 for held in moments.values())
             if counts and has_seen and due > 0:  # a layer that saw no batch only sits out
-                made = options_of(
-                    *(self._inner, each, moments, watch.powers), rule=rule, counts=counts
-                )
-                options.append(made)
+                options.append(options_of(self._inner, each, moments, watch.powers, counts))
         positions = watch.positions_by_layer()
         work = Work(self._inner, self.neurons, positions, self.settings.round_to)
         chosen = plan_counts(options, work, due)
@@ -458,7 +451,6 @@ class ShrinkSession:
                     chosen[each.neurons.name],
                     self._moments_of(each.neurons),
                     watch.powers,
-                    rule=rule,
                 )
                 for each in options
                 if each.neurons.name in chosen
@@ -480,8 +472,7 @@ class ShrinkSession:
                 self._has_warned = True
                 warn(
                     f"{samples} samples were seen of the {each.width} neurons of {name}, too few "
-                    "to find sums of others: give more batches= (and every= as many), "
-                    'or merge="pairs"'
+                    "to find sums of others: give more batches= (and every= as many)"
                 )
 
     def _due(self) -> float:

@@ -37,7 +37,6 @@ def shrink(
     events: int = 10,
     schedule: Callable[[float], float] = cosine,
     batches: int = 16,
-    merge: str = "least-squares",
     evaluate: Callable[[], Any] | None = None,
     tolerance: float = 0.01,
     round_to: int = 16,
@@ -71,8 +70,6 @@ def shrink(
             `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it is
             spent early.
         batches: Training batches that are measured before each event.
-        merge: `"least-squares"` (each neuron into all kept ones) or `"pairs"` (into one, with its
-            gradients and optimizer state).
         evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
             tested. If it rises by more than `tolerance`, nothing is removed in this event, and less
             is spent afterwards; if it hardly rises, more.
@@ -125,7 +122,6 @@ def shrink(
         every=every,
         events=events,
         batches=batches,
-        merge=merge,
         schedule=schedule,
         tolerance=tolerance,
         round_to=round_to,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.apoptosis._neurons import Entries, tensor_of
-from gossipgrad.engine import NON_NEGATIVE, fit_sizes
+from gossipgrad.engine import fit_sizes
 
 __all__ = ["Resize", "Shift", "Surgery", "amounts", "check_resizable", "check_surgery", "operate"]
 
@@ -22,18 +22,16 @@ class Resize:
         dim: The dimension.
         entries: The neurons' entries of it.
         kept: Indices of neurons that stay, ascending, shape `(k,)`; the others are removed.
-        weight_fold: Shape `(k, removed)`, the share of removed weights that is added to those kept,
+        fold: Shape `(k, removed)`, the share of removed weights that is added to those kept,
             or `(taps, k, taps, removed)` of a convolution or a neuron with several entries; None:
             nothing.
-        gradient_fold: The same for gradients and optimizer state that is linear in them.
         scale: A factor of the weights that stay.
     """
 
     dim: int
     entries: Entries
     kept: Tensor
-    weight_fold: Tensor | None = None
-    gradient_fold: Tensor | None = None
+    fold: Tensor | None = None
     scale: float = 1.0
 
     @property
@@ -48,8 +46,9 @@ class Resize:
         """The entries of the dimension that leave."""
         return self.entries.indices[self.removed].flatten()
 
-    def add(self, tensor: Tensor, fold: Tensor | None) -> None:
+    def add(self, tensor: Tensor) -> None:
         """Add the shares of those removed to those kept, in place."""
+        fold = self.fold
         if fold is None or not len(self.removed):
             return
         kept, removed = (
@@ -96,10 +95,6 @@ class Surgery:
     Attributes:
         resizes: By the name of a parameter or buffer, how neurons leave it.
         shifts: By the name of a bias or buffer, its addition from a weight before that shrinks.
-
-    References:
-        Own derivation: momentum and gradients follow the map of gradients, second moments its
-        Minkowski bound `(sqrt(v_i) + |a| sqrt(v_j))^2`, which never under-estimates.
     """
 
     resizes: Mapping[str, Sequence[Resize]]
@@ -108,7 +103,7 @@ class Surgery:
     @torch.no_grad()
     def of_gradient(self, name: str, tensor: Tensor) -> Tensor:
         """Apply it to a tensor that is linear in the gradients of that parameter."""
-        return _state(tensor, self.resizes.get(name, ()), non_negative=False)
+        return _rest(tensor, self.resizes.get(name, ()))
 
     def stays(self) -> dict[str, Tensor]:
         """Return the entries that stay of each dimension that shrinks, by `"name dim"`."""
@@ -181,13 +176,15 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
             for key, value in held.items():
                 if isinstance(value, Tensor) and value.ndim:
                     fitting = [r for r in resizes if value.shape[r.dim] > 1]
-                    held[key] = _state(value, fitting, non_negative=key in NON_NEGATIVE)
+                    held[key] = _rest(value, fitting)
         grad, tensor.grad = tensor.grad, None  # torch refuses a gradient of another shape
-        small = _small(tensor, resizes, [resize.weight_fold for resize in resizes])
-        small *= prod(resize.scale for resize in resizes)
+        small = tensor.detach().clone()
+        for resize in resizes:
+            resize.add(small)
+        small = _rest(small, resizes) * prod(resize.scale for resize in resizes)
         tensor.set_(small)  # pyrefly: ignore[bad-argument-type]
         if grad is not None:
-            tensor.grad = _state(grad, resizes, non_negative=False)
+            tensor.grad = _rest(grad, resizes)
     fit_sizes(model, shapes)
 
 
@@ -216,20 +213,9 @@ def _stay(resizes: Sequence[Resize]) -> Tensor:
     return stays.nonzero().flatten()
 
 
-def _small(tensor: Tensor, resizes: Sequence[Resize], folds: Sequence[Tensor | None]) -> Tensor:
-    """Return the smaller tensor, in the memory order of the larger one."""
-    small = tensor.detach().clone()
-    for resize, fold in zip(resizes, folds, strict=True):
-        resize.add(small, fold)
+def _rest(tensor: Tensor, resizes: Sequence[Resize]) -> Tensor:
+    """Return what stays of a tensor."""
     for dim in {resize.dim for resize in resizes}:
         stays = _stay([resize for resize in resizes if resize.dim == dim])
-        small = small.index_select(dim, stays.to(small.device))
-    return small.contiguous()
-
-
-def _state(tensor: Tensor, resizes: Sequence[Resize], *, non_negative: bool) -> Tensor:
-    folds = [resize.gradient_fold for resize in resizes]
-    if not non_negative:
-        return _small(tensor, resizes, folds)
-    magnitudes = [None if fold is None else fold.abs() for fold in folds]
-    return _small(tensor.sqrt(), resizes, magnitudes).square()
+        tensor = tensor.detach().index_select(dim, stays.to(tensor.device))
+    return tensor.contiguous()

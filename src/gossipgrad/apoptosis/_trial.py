@@ -35,7 +35,7 @@ def merged(model: nn.Module, plan: ShrinkPlan) -> Iterator[None]:
                         weight = weight_of(model.get_submodule(path))
                         if resize.entries is each.neurons.entries[f"{path}.weight {dim}"]:
                             kept.append((weight, weight.clone()))
-                            resize.add(weight, resize.weight_fold)
+                            resize.add(weight)
                             weight.movedim(dim, 0)[resize.gone] = 0
             yield
         finally:
