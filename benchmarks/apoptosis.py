@@ -83,7 +83,7 @@ def fashion_mlp(part: float) -> Task:
     return Task(
         lambda widths=(1024, 1024): mlp(784, 10, *widths),
         *(train, test, 128, momentum, 0.05, steps, accuracy),
-        settings(steps, careful=0.0012, bold=0.0045),
+        settings(steps, events=5, careful=0.0008),
         controls=True,
     )
 
