@@ -216,7 +216,7 @@ class RootSharing:
         self._versions[unit] += 1
         if self._owners[unit] == self._group.rank:
             job = self._compute(run)
-            job.add_done_callback(lambda done: self._send_later(unit, version, done))
+            job.add_done_callback(lambda done: self._send_when_ready(unit, version, done))
             return job
         if self._is_late(unit):
             self.stats.alone += 1
@@ -266,20 +266,27 @@ class RootSharing:
         self.stats.computed += 1
         return run()
 
-    def _send_later(self, unit: int, version: int, job: Job) -> None:
-        """Let the listening thread send a root: it may have to wait for a device."""
-        if not job.cancelled() and job.exception() is None:
-            self._to_send.append((unit, version, job.result()))
+    def _send_when_ready(self, unit: int, version: int, job: Job) -> None:
+        """Send a root, or let the listening thread do so, if it has to wait for a device."""
+        if job.cancelled() or job.exception() is not None:
+            return
+        if (ready := job.result()).mark is None:
+            self._send(unit, version, ready)
+        else:
+            self._to_send.append((unit, version, ready))
+
+    def _send(self, unit: int, version: int, ready: Ready) -> None:
+        values, peers = _encode(ready.value), self._peers - self._channel.gone.keys()
+        self._box.publish(unit, values, version=version, peers=peers)
+        with self._lock:
+            self.stats.sent_bytes += values.nbytes * len(peers)
 
     def _turn(self) -> None:
         """Send what is ready, receive briefly, and complete roots that have arrived."""
         while self._to_send:
             unit, version, ready = self._to_send.pop(0)
-            if ready.mark is not None:
-                ready.mark.synchronize()
-            values, peers = _encode(ready.value), self._peers - self._channel.gone.keys()
-            self._box.publish(unit, values, version=version, peers=peers)
-            self.stats.sent_bytes += values.nbytes * len(peers)
+            ready.mark.synchronize()
+            self._send(unit, version, ready)
         self._channel.poll(_LISTEN_SECONDS)
         gone, now = self._channel.gone, time.monotonic()
         for awaited in [*self._awaited.values()]:
