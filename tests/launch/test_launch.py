@@ -99,6 +99,47 @@ session.close()
 """
 
 
+_ISLANDS = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import gossipgrad as gg
+folder = pathlib.Path(sys.argv[1])
+address, joined = folder / "address", folder / "joined"
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dist.init_process_group("gloo")
+is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if is_first:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "node"))
+    inside = mesh["node"].get_group()
+    session = gg.gossip(model, optimizer, mesh=mesh["gossip"], island=inside)
+    if dist.get_rank() == 0:
+        address.write_text(session.join_address())
+    dist.barrier()
+else:
+    inside = dist.group.WORLD
+    session = gg.join(
+        model, optimizer, address.read_text(), island=inside, timeout_seconds=100
+    )
+is_over = torch.zeros(1)
+while not is_over:
+    time.sleep(0.01)
+    if is_first and dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if session.rank == 2 and session.stats().outcomes["delivered"]:
+        joined.touch()
+    is_over[0] = joined.exists()
+    dist.all_reduce(is_over, dist.ReduceOp.MIN, group=inside)
+with session.consensus():
+    living = session.membership.living
+os.write(1, f"island {session.rank} has finished with {living}\\n".encode())
+session.close()
+"""
+
 _ORPHAN = """
 import os, pathlib, sys, threading, time
 from gossipgrad.launch import Rendezvous, ensure_fork_server, launch
@@ -238,6 +279,17 @@ def test_a_killed_worker_comes_back_as_a_joiner(run: Run, tmp_path: Path):
         0,
         ["[rank 0] rank 0 has finished with (0, 2)", "[rank 1] rank 2 has finished with (0, 2)"],
     ), errors
+
+
+def test_an_island_of_a_killed_worker_comes_back_as_a_joiner(run: Run, tmp_path: Path):
+    script = tmp_path / "islands.py"
+    script.write_text(textwrap.dedent(_ISLANDS))
+    code, out, errors = run("--nproc", 4, "--island", 2, "--respawn", 1, script, tmp_path)
+    assert (code, sorted(line.split("] ")[1] for line in out.splitlines())) == (
+        0,
+        [f"island {island} has finished with (0, 2)" for island in (0, 0, 2, 2)],
+    ), errors
+    assert sum("its island ends" in line for line in errors.splitlines()) == 1
 
 
 def test_output_has_its_rank_or_goes_to_a_file_of_each_worker(run: Run, tmp_path: Path):

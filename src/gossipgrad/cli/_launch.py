@@ -76,6 +76,7 @@ def main(arguments: list[str], *, prefix: bool = True) -> int:
             prefix=prefix and rendezvous.world_size > 1,
             log_dir=log_dir,
             respawn=options.respawn,
+            island=options.island,
         )
         if launched.stopped_by is not None:
             rendezvous.close(wait=False)
@@ -108,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--respawn", type=_natural, default=0, metavar="N",
         help="start workers that fail again, N times in all, while others run: the script joins by "
              "gg.join if TORCHELASTIC_RESTART_COUNT is not 0 (0)")  # fmt: skip
+    add("--island", type=_count, default=1, metavar="N",
+        help="workers that share a replica, and end and start together (1)")  # fmt: skip
     add("-m", "--module", action="store_true", help="the script is a module, as python -m has it")
     add("script", help="the script, or module, to run")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")

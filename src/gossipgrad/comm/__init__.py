@@ -42,6 +42,7 @@ from gossipgrad.comm._membership import Liveness as Liveness
 from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record
+from gossipgrad.comm._ranks import check_island as check_island
 from gossipgrad.comm._ranks import check_ranks as check_ranks
 from gossipgrad.comm._ranks import check_timeout as check_timeout
 from gossipgrad.comm._ranks import has_peers as has_peers
@@ -59,6 +60,7 @@ from gossipgrad.comm._replica_state import saved_tensors as saved_tensors
 from gossipgrad.comm._replica_state import trained_parameters as trained_parameters
 from gossipgrad.comm._same_start import agree_on as agree_on
 from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
+from gossipgrad.comm._same_start import broadcast_values as broadcast_values
 from gossipgrad.comm._same_start import digest as digest
 from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm._group import Group
 
 __all__ = [
+    "check_island",
     "check_ranks",
     "check_timeout",
     "has_peers",
@@ -47,14 +48,14 @@ def check_ranks(process_group: object, mesh: object) -> None:
 
 
 def resolve_island(
-    island: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None
+    island: dist.ProcessGroup | DeviceMesh | None,
 ) -> dist.ProcessGroup | None:
     """Return the ranks that share a replica, None if each has its own; local.
 
     A mesh of several axes, such as `mesh["shard", "tensor"]`, is all of its ranks.
 
     Raises:
-        ValueError: It is none, or has several ranks of the mesh between islands.
+        ValueError: It is neither a group nor a mesh.
     """
     if island is None:
         return None
@@ -65,19 +66,30 @@ def resolve_island(
             "island must be the axis of a DeviceMesh inside a replica, such as mesh['node'], or "
             f"a process group, got {island!r}"
         )
-    if not isinstance(mesh, DeviceMesh):
+    return island if island.size() > 1 else None
+
+
+def check_island(
+    island: dist.ProcessGroup | None, between: dist.ProcessGroup | DeviceMesh | Group | None
+) -> None:
+    """Raise `ValueError` unless this rank alone is both in its island and between islands; local.
+
+    `between` are the ranks that take part in the session.
+    """
+    if island is None:
+        return
+    group = between.get_group() if isinstance(between, DeviceMesh) else between
+    if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             "island= are the ranks that share a replica: also give the axis between islands, "
             "such as mesh=mesh['gossip']"
         )
-    own = {*dist.get_process_group_ranks(island)}
-    both = own.intersection(dist.get_process_group_ranks(mesh.get_group()))
-    if len(both) != 1:
+    ranks = dist.get_process_group_ranks
+    if len(both := {*ranks(island)} & {*ranks(group)}) != 1:
         raise ValueError(
             f"ranks {sorted(both)} are both in this island and in mesh=, and only this rank should "
             "be: give two axes of one mesh, such as mesh=mesh['gossip'], island=mesh['node']"
         )
-    return island if len(own) > 1 else None
 
 
 def resolve_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -17,7 +17,7 @@ from gossipgrad.comm._mean import statistics
 from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back, take_state
 from gossipgrad.errors import AgreementError
 
-__all__ = ["agree_on", "broadcast_replica", "digest", "fingerprint"]
+__all__ = ["agree_on", "broadcast_replica", "broadcast_values", "digest", "fingerprint"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
             optimizer.state.clear()
         keeps, names = group.broadcast_object([len(kept), len(named)])
         for first in range(0, keeps, _PARAMETERS):
-            some = _broadcast_values(group, kept[first : first + _PARAMETERS])
+            some = broadcast_values(group, kept[first : first + _PARAMETERS])
             if not is_source:
                 put_back(optimizer, some, [])
         if names:
-            named = _broadcast_values(group, named)
+            named = broadcast_values(group, named)
             if not is_source:
                 put_back(optimizer, [], named)
         if not is_source:
@@ -128,7 +128,7 @@ def _alike_buffers(group: Group, model: nn.Module) -> list[Tensor]:
     return [own[name] for name in names if name not in unlike]
 
 
-def _broadcast_values(group: Group, value: Any) -> Any:
+def broadcast_values(group: Group, value: Any) -> Any:
     """Return the source's value, including tensors in host memory."""
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import (
     Group,
     Transport,
+    check_island,
     check_timeout,
     fitting_bucket_bytes,
     resolve_group,
@@ -137,7 +138,8 @@ def gossip(
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
-    inside = resolve_island(island, mesh)
+    inside = resolve_island(island)
+    check_island(inside, mesh or process_group)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     shared: Island | None = None
     try:

@@ -1,16 +1,19 @@
 """The function `join`: join a running run with the replica of a member."""
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Unpack
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gossipgrad.comm import (
     Group,
     fingerprint,
+    resolve_island,
     resolve_optimizers,
     trained_parameters,
 )
@@ -21,7 +24,15 @@ from gossipgrad.decentralized._options import (
     with_options,
 )
 from gossipgrad.decentralized._session import GossipSession
-from gossipgrad.engine import Claim, Joiner, Replica, check_replica, narrow
+from gossipgrad.engine import (
+    Claim,
+    Island,
+    Joiner,
+    Replica,
+    check_replica,
+    narrow,
+    own_address,
+)
 
 __all__ = ["join"]
 
@@ -32,6 +43,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer],
     address: str,
     *,
+    island: DeviceMesh | dist.ProcessGroup | None = None,
     timeout_seconds: float = 300.0,
     **options: Unpack[GossipOptions],
 ) -> GossipSession:
@@ -57,6 +69,9 @@ def join(
             becomes as narrow as theirs if they have shrunk since.
         optimizer: The optimizer, or several, as on the other ranks.
         address: The result of `GossipSession.join_address` on one of them.
+        island: The ranks that join together as one more island, if the run has islands; all of them
+            call this. Usually a process group of their own, such as `dist.group.WORLD` in processes
+            that `gossipgrad launch --island` has started again.
         timeout_seconds: How long to wait until the donor starts to send its replica.
         **options: As in `gossip()`, except `heartbeats=None`. With `local_steps` this rank's outer
             momentum begins at zero.
@@ -87,20 +102,27 @@ def join(
     early = Claim("join")  # before anything is loaded; the session makes its own claim
     early.take(trained_parameters(model, optimizers))
     early.release()
-    made = Joiner(address, timeout_seconds=timeout_seconds)
-    with closing(made) as joiner:
+    inside = resolve_island(island)
+    with ExitStack() as at_end:
+        shared: Island | None = None
+        if inside is not None:
+            shared = Island(inside, start_timeout_seconds=timeout_seconds)
+            at_end.callback(shared.close)
+        made = Joiner(own_address(address, shared), timeout_seconds=timeout_seconds)
+        joiner = at_end.enter_context(closing(made))
         if chosen.bucket_bytes is None:
             chosen = replace(chosen, bucket_bytes=joiner.bucket_bytes)
-        settings = resolve_settings(joiner.world_size, chosen)
+        size = 1 if shared is None else shared.size
+        settings = resolve_settings(joiner.world_size, chosen, island=size)
         narrow(model, joiner.shapes)
         joiner.check(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": chosen.heartbeats})
         )
-        joiner.reserve_rank()
+        joiner.reserve_rank(shared)
         store = joiner.clone_store()
         group = Group(store, joiner.rank, joiner.world_size, members=(joiner.rank,))
         try:
-            return GossipSession(
+            session = GossipSession(
                 Replica(model, optimizers, door="gossip"),
                 settings,
                 group=group,
@@ -109,7 +131,11 @@ def join(
                 recorder=chosen.recorder,
                 heartbeats=chosen.heartbeats,
                 joiner=joiner,
+                island=shared,
             )
         except BaseException:
             group.close()
             raise
+        at_end.pop_all()
+        joiner.close()
+        return session

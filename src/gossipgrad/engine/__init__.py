@@ -8,6 +8,7 @@ from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase
 from gossipgrad.engine._island import Island as Island
 from gossipgrad.engine._joiner import Joiner as Joiner
+from gossipgrad.engine._joiner import own_address as own_address
 from gossipgrad.engine._modes import Mode as Mode
 from gossipgrad.engine._modes import Overlap as Overlap
 from gossipgrad.engine._modes import Stale as Stale

@@ -42,7 +42,7 @@ class Arriving:
         deadline = time.monotonic() + wait_seconds
         while rounds.channel.heard < 0 and time.monotonic() < deadline:
             rounds.channel.poll(_LISTEN_SECONDS)
-        self._come_to(rounds, max(self._position["round"], rounds.channel.heard))
+        self._come_to(rounds, max(self._position["round"], rounds.heard()))
         return self._steps_at(rounds.next_round)
 
     def step(self, rounds: Rounds, steps: int, living: tuple[int, ...]) -> int:
@@ -56,13 +56,14 @@ class Arriving:
         rounds.channel.poll()
         if not self._takes_part:
             self._takes_part = True
-            self._come_to(rounds, max(rounds.next_round, rounds.channel.heard))
+            self._come_to(rounds, max(rounds.next_round, rounds.heard()))
             rounds.channel.arrive(rounds.next_round, living)
             return self._steps_at(rounds.next_round + 1)
-        ahead = max(0, rounds.channel.heard - rounds.next_round)
+        heard = rounds.heard()
+        ahead = max(0, heard - rounds.next_round)
         if steps % self._every or rounds.never_waits:
             return steps
-        rounds.jump(rounds.channel.heard)
+        rounds.jump(heard)
         return steps + ahead * self._every
 
     def collective(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
@@ -79,7 +80,7 @@ class Arriving:
 
     def is_over(self, rounds: Rounds) -> bool:
         """Whether this rank has completed an exchange."""
-        return self._takes_part and rounds.outcomes[Outcome.DELIVERED] > 0
+        return self._takes_part and rounds.on_all(rounds.outcomes[Outcome.DELIVERED] > 0)
 
     def _come_to(self, rounds: Rounds, round: int) -> None:
         rounds.next_round = round

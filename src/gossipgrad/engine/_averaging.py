@@ -59,6 +59,8 @@ _CALLS: dict[Kind, str] = {
     "mean": "session.mean_()",
 }
 _OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast")
+_MEMBERS_SECONDS = 10.0  # for all ranks of an island to notice the same joiners and deaths
+_LOOK_SECONDS = 0.05
 _TOTALS = 2  # one is averaged while one is used
 
 
@@ -159,6 +161,7 @@ class Averaging:
             return True
         if island is None:
             return self._enter(rounds, kind, changed)
+        self._agree_on_members(rounds, island)
         try:
             entered = self._enter(rounds, kind, changed)
         except GossipError as error:
@@ -170,6 +173,23 @@ class Averaging:
             if why is not None:
                 raise GossipError(f"rank {index} of this island: {why}")
         return entered
+
+    def _agree_on_members(self, rounds: Rounds, island: Island) -> None:
+        """Wait, not long, until the ranks of this island know of the same other islands.
+
+        1. Island C becomes a member, and rank 0 of A notices that before rank 1 of A.
+        2. A calls `consensus()`: its rank 0 waits for C, and its rank 1 completes it without C.
+        3. C calls its first collective: its rank 0 meets that of A. Its rank 1 waits for rank 1 of
+           A, which waits for its rank 0.
+        """
+        deadline = time.monotonic() + _MEMBERS_SECONDS
+        while True:
+            self._members.follow_latest(rounds)
+            is_late = time.monotonic() > deadline
+            views = island.agree([*self._members.current.living, is_late])
+            if any(late for *_, late in views) or all(view == views[0] for view in views):
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def _enter(self, rounds: Rounds, kind: Kind, changed: str | None) -> bool:
         self._group.call = _CALLS[kind]

@@ -153,6 +153,10 @@ class Island:
         """Return the value of each rank; a collective. Values are those of JSON."""
         return self.group.all_gather_object(value)
 
+    def largest(self, value: int) -> int:
+        """Return the largest value of the ranks; a collective."""
+        return _largest(self.group, [value])[0]
+
     def gather(self, bucket: SlicedBucket, flat: Tensor | None) -> Tensor:
         """Return a bucket of the slices of all ranks, flat, in host memory; a collective.
 

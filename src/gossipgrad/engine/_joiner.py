@@ -23,11 +23,12 @@ from gossipgrad.comm import (
     TCPTransport,
     joining_address,
 )
+from gossipgrad.engine._island import Island
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import GossipError
 
-__all__ = ["RUN_FORMAT", "RUN_KEY", "Joiner", "address_of", "root_of"]
+__all__ = ["RUN_FORMAT", "RUN_KEY", "Joiner", "address_of", "own_address", "root_of"]
 
 T = TypeVar("T")
 RUN_KEY = "run"
@@ -53,6 +54,23 @@ def address_of(group: Group, name: str) -> str:
     root, prefix = root_of(group.store), group.ask(_prefix_of)
     host = f"[{root.host}]" if ":" in root.host else root.host
     return "/".join(filter(None, (f"{host}:{root.port}", prefix, name)))
+
+
+def own_address(address: object, island: Island | None) -> object:
+    """Return the address that is for this rank: that of its number in an island.
+
+    Raises:
+        ValueError: The run has islands of another size.
+    """
+    if not isinstance(address, str):
+        return address
+    addresses, size = address.split(","), 1 if island is None else island.size
+    if len(addresses) != size:
+        raise ValueError(
+            f"the run has islands of {len(addresses)} ranks, and here are {size}: join with as "
+            "many ranks, and give all of them island="
+        )
+    return addresses[0 if island is None else island.index]
 
 
 def root_of(store: dist.Store) -> Any:
@@ -93,7 +111,7 @@ class Joiner:
         GossipError: The store does not answer, or holds no such run.
     """
 
-    def __init__(self, address: str, *, timeout_seconds: float) -> None:
+    def __init__(self, address: object, *, timeout_seconds: float) -> None:
         parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None:
             raise ValueError(
@@ -160,8 +178,8 @@ class Joiner:
                     "and give the same settings, as the other ranks; nothing was loaded"
                 )
 
-    def reserve_rank(self) -> None:
-        """Read who the members are, and get a number.
+    def reserve_rank(self, island: Island | None = None) -> None:
+        """Read who the members are, and get a number, which all ranks of an island share.
 
         Raises:
             GossipError: The run is over, or the store does not answer.
@@ -169,7 +187,11 @@ class Joiner:
         self.membership = self._read_membership()
         if not self.membership.living:
             raise GossipError("the run is over: all of its ranks have left")
-        number = self._ask(lambda store: store.add(f"{self.name}/joined", 1))
+        number = 0
+        if island is None or island.index == 0:
+            number = self._ask(lambda store: store.add(f"{self.name}/joined", 1))
+        if island is not None:
+            number = island.agree(number)[0]
         self.rank = self.world_size - 1 + number
 
     def clone_store(self) -> dist.Store:

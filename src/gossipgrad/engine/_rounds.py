@@ -164,6 +164,15 @@ class Rounds:
         """Whether parts of closed rounds are still awaited."""
         return bool(self._late())
 
+    def heard(self) -> int:
+        """Return the highest round that a message has named, on any rank of an island."""
+        heard = self.channel.heard
+        return heard if self.island is None else self.island.largest(heard)
+
+    def on_all(self, value: bool) -> bool:
+        """Return whether a value is true on all ranks of an island."""
+        return value if self.island is None else not self.island.largest(not value)
+
     def begin_step(self) -> None:
         """Let the next step wait as long as one may."""
         self._waits.begin_step()

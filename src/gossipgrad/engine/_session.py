@@ -20,6 +20,7 @@ from gossipgrad.comm import (
     Transport,
     agree_on,
     broadcast_replica,
+    broadcast_values,
     digest,
     fingerprint,
     load_replica,
@@ -115,6 +116,7 @@ class Session:
     ) -> None:
         self.group, self.replica, self._island = group, replica, island
         self._gradients: IslandGradients | None = None
+        self._island_address = ""
         self.schedule, self.settings = settings.schedule, settings
         self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_from: int | None = None
@@ -624,8 +626,9 @@ class Session:
     def join_address(self) -> str:
         """Return the address for `gg.join`; local except for the store.
 
-        A short text: host and port of the rendezvous store, and the prefix of the run's keys. It is
-        the same on every member and valid until the run ends. Where the run's secret is in a file
+        A short text: host and port of the rendezvous store, and the prefix of the run's keys; in a
+        run of islands one for each rank of an island. It is the same on every member and valid
+        until the run ends. Where the run's secret is in a file
         (`GOSSIPGRAD_SECRET_FILE`), a joiner needs that, too.
 
         Raises:
@@ -638,7 +641,7 @@ class Session:
             raise ValueError(
                 "none can join this run: it began with one rank, without links: begin with two"
             )
-        return self._invitation.address()
+        return self._island_address or self._invitation.address()
 
     def _send_replica(self, joiners: Sequence[int]) -> None:
         """Send this rank's replica to joiners, between two steps."""
@@ -785,6 +788,8 @@ class Session:
             refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
         members.replica_sender = WeakMethod(self._send_replica)
+        if self._island is not None and self._invitation.refusal is None:
+            self._island_address = ",".join(self._island.agree(self._invitation.address()))
         if joiner is None:
             # Heartbeats first:
             #  1. a large model takes longer than a lease on a slow network;
@@ -798,6 +803,9 @@ class Session:
             state = joiner.receive(rounds, members)
             if (why := misfit(replica.model, replica.optimizers, state)) is not None:
                 raise ValueError(f"the replica that was sent does not fit: {why}")
+            if self._island is not None:  # those of donors in the midst of other steps differ
+                state = broadcast_values(self._island.group, state)
+                joiner.position = self._island.agree(joiner.position)[0]
             load_replica(replica.model, replica.optimizers, state)
 
     def _broadcast(self) -> None:

@@ -79,6 +79,7 @@ def launch(
     prefix: bool = False,
     log_dir: Path | None = None,
     respawn: int = 0,
+    island: int = 1,
 ) -> Launched:
     """Run a command in this node's processes with torchrun's environment, until each has ended.
 
@@ -101,27 +102,39 @@ def launch(
             what is there; None: that is shown.
         respawn: How many times a worker that failed is started again while others run. The program
             then finds `TORCHELASTIC_RESTART_COUNT` above 0, and has to join the run by `gg.join`.
+        island: How many workers end and start together: if one fails, the others of its island are
+            ended, too. Started again, they are a world of their own: `RANK` and `WORLD_SIZE` are
+            those of the island, and they join by `gg.join(..., island=dist.group.WORLD)`.
 
     Returns:
         How the workers ended.
 
     Raises:
+        ValueError: The workers of this node are not whole islands; nothing was started.
         GossipError: A process could not be started; none is left then.
     """
+    if rendezvous.nproc % island:
+        raise ValueError(
+            f"{rendezvous.nproc} workers of this node are no islands of {island}: give a multiple."
+        )
     workers: list[Worker] = []
     spare = respawn
     caught: list[signal.Signals] = []
     stop_seconds: float | None = None
+    ending: dict[int, tuple[float, bool]] = {}  # since when, and whether they start again
     with _catch_signals(caught):
         try:
             base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
 
-            def start(local_rank: int) -> Worker:
+            def start(local_rank: int, restarts: int = 0) -> Worker:
                 rank = rendezvous.first_rank + local_rank
-                count = {"TORCHELASTIC_RESTART_COUNT": str(respawn - spare)}
+                own = _environment(rendezvous, local_rank)
+                own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+                if restarts and island > 1:
+                    own |= {"RANK": str(local_rank % island), "WORLD_SIZE": str(island)}
                 return Worker(
                     command,
-                    base | _environment(rendezvous, local_rank) | count,
+                    base | own,
                     rank,
                     show=show,
                     prefix=f"[rank {rank}] " if prefix else "",
@@ -142,16 +155,34 @@ def launch(
                     break
                 supervise(workers)
                 for worker in running:
-                    if (end := worker.poll()) is not None and end.code and not caught and show:
-                        left = sum(other.poll() is None for other in workers)
-                        comes_again = bool(spare and left)
-                        if (what := describe(end)) is not None:
-                            again = "; it is started again, to join" * comes_again
-                            _print(f"rank {end.rank} {what}{_going_on(left)}{again}")
-                        if comes_again:
-                            spare -= 1
-                            local_rank = end.rank - rendezvous.first_rank
-                            workers[local_rank] = start(local_rank)
+                    first = (worker.rank - rendezvous.first_rank) // island * island
+                    if (end := worker.poll()) is None or not end.code or caught or first in ending:
+                        continue
+                    members = workers[first : first + island]
+                    ends = [each for member in members if (each := member.poll()) and each.code]
+                    end = min(ends, key=lambda each: each.code)  # one that a signal killed
+                    left = sum(each.poll() is None for each in workers if each not in members)
+                    comes_again = bool(spare and (left or (island > 1 and rendezvous.nodes > 1)))
+                    spare -= comes_again
+                    ending[first] = time.monotonic(), comes_again
+                    for member in members:
+                        if member.poll() is None:
+                            member.send_signal(signal.SIGTERM)
+                    if show and (what := describe(end)) is not None:
+                        whose = "; its island ends with it" if island > 1 else ""
+                        again = "; it is started again, to join" * comes_again
+                        _print(f"rank {end.rank} {what}{whose}{_going_on(left)}{again}")
+                for first, (since_seconds, comes_again) in [*ending.items()]:
+                    members = workers[first : first + island]
+                    for member in members:
+                        if time.monotonic() > since_seconds + grace_seconds:
+                            member.kill()
+                    if comes_again and not caught and all(m.poll() is not None for m in members):
+                        del ending[first]
+                        # Of all nodes: an island meets under this number in the store.
+                        restarts = rendezvous.store.add("gossipgrad/launch/restarts", 1)
+                        for local_rank in range(first, first + island):
+                            workers[local_rank] = start(local_rank, restarts)
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise GossipError(f"a worker could not be started: {error}") from error
