@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
+
 from gossipgrad.comm import interface_towards
 from gossipgrad.errors import GossipError
 
@@ -21,6 +23,7 @@ from ._worker import Command, Exit, Worker
 SOME_LOST = 3
 """The exit code when some workers failed and others reached their end."""
 
+_LOOPBACK = "127.0.0.1"
 _ECHO_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -103,8 +106,9 @@ def launch(
         respawn: How many times a worker that failed is started again while others run. The program
             then finds `TORCHELASTIC_RESTART_COUNT` above 0, and has to join the run by `gg.join`.
         island: How many workers end and start together: if one fails, the others of its island are
-            ended, too. Started again, they are a world of their own: `RANK` and `WORLD_SIZE` are
-            those of the island, and they join by `gg.join(..., island=dist.group.WORLD)`.
+            ended, too. Started again, they are a world of their own, with its store: `RANK` and
+            `WORLD_SIZE` are those of the island, and they join by
+            `gg.join(..., island=dist.group.WORLD)`.
 
     Returns:
         How the workers ended.
@@ -118,7 +122,8 @@ def launch(
             f"{rendezvous.nproc} workers of this node are no islands of {island}: give a multiple."
         )
     workers: list[Worker] = []
-    spare = respawn
+    spare, restarts = respawn, 0
+    stores: list[dist.TCPStore] = []  # of islands that were started again
     caught: list[signal.Signals] = []
     stop_seconds: float | None = None
     ending: dict[int, tuple[float, bool]] = {}  # since when, and whether they start again
@@ -126,12 +131,13 @@ def launch(
         try:
             base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
 
-            def start(local_rank: int, restarts: int = 0) -> Worker:
+            def start(local_rank: int) -> Worker:
                 rank = rendezvous.first_rank + local_rank
                 own = _environment(rendezvous, local_rank)
                 own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
-                if restarts and island > 1:
+                if stores:
                     own |= {"RANK": str(local_rank % island), "WORLD_SIZE": str(island)}
+                    own |= {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(stores[-1].port)}
                 return Worker(
                     command,
                     base | own,
@@ -179,10 +185,13 @@ def launch(
                             member.kill()
                     if comes_again and not caught and all(m.poll() is not None for m in members):
                         del ending[first]
-                        # Of all nodes: an island meets under this number in the store.
-                        restarts = rendezvous.store.add("gossipgrad/launch/restarts", 1)
+                        restarts += 1
+                        if island > 1:  # torch finds ranks that are gone in the store of the run
+                            stores.append(
+                                dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+                            )
                         for local_rank in range(first, first + island):
-                            workers[local_rank] = start(local_rank, restarts)
+                            workers[local_rank] = start(local_rank)
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise GossipError(f"a worker could not be started: {error}") from error
