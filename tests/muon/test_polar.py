@@ -54,10 +54,10 @@ def test_zero_has_the_factor_zero_and_nothing_is_written(name):
 def test_large_matrices_equal_the_published_iteration():
     """They are multiplied by their Gram matrix, in blocks."""
     shapes = [(390, 400), (130, 650), (500, 390), (200, 200)]
-    for name in ("muon", "deepseek"):
-        found = polarise(matrices(torch.float32, shapes), POLARS[name])
+    for polar in (POLARS["muon"], (*POLARS["muon"], *[(2.0, -1.5, 0.5)] * 4)):
+        found = polarise(matrices(torch.float32, shapes), polar)
         for matrix, factor in zip(matrices(torch.float32, shapes), found, strict=True):
-            expected = one_by_one(matrix, POLARS[name])
+            expected = one_by_one(matrix, polar)
             assert (factor.double() - expected).norm() <= 2e-3 * expected.norm()
 
 

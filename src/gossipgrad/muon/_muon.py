@@ -76,8 +76,8 @@ class Muon(MatrixOptimizer):
         scale: `"original"`, $\sqrt{\max(1, outputs / inputs)}$; or `"match_rms_adamw"`,
             $0.2 \sqrt{\max(outputs, inputs)}$, for learning rates like AdamW's.
         weight_decay: Decoupled weight decay of all parameters.
-        polar: The polarisation: `"polar-express"`, `"muon"` (that of torch.optim.Muon), `"cans"`,
-            `"deepseek"`, `"svd"`, or a sequence of coefficients, one triple per step.
+        polar: The polarisation: `"polar-express"`, `"muon"` (that of torch.optim.Muon), `"svd"`, or
+            a sequence of coefficients, one triple per step.
         polar_dtype: Type of the matrix products; None: bf16 on CUDA, else fp32.
         adamw_lr: Learning rate of the rest; None: `lr` with `scale="match_rms_adamw"`, else 3e-4.
         betas: AdamW's betas.

@@ -13,10 +13,8 @@ Coefficients = tuple[float, float, float]
 Polar = tuple[Coefficients, ...]
 """Coefficients of steps `X <- a X + b (X X^T) X + c (X X^T)^2 X`; empty: singular values."""
 
-_SIMPLE = (3.4445, -4.7750, 2.0315)
-
 POLARS: dict[str, Polar] = {
-    "muon": (_SIMPLE,) * 5,
+    "muon": ((3.4445, -4.7750, 2.0315),) * 5,
     "polar-express": (
         # The first of these takes 1.02 times the norm for the largest singular value.
         (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
@@ -25,26 +23,16 @@ POLARS: dict[str, Polar] = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    "cans": (
-        (8.4703, -25.1081, 18.6293),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ),
-    "deepseek": (_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
     "svd": (),
 }
 """Polar factors by name.
 
 `"muon"` leaves singular values between about 0.7 and 1.2 and is what `torch.optim.Muon` does;
-`"polar-express"` and `"cans"` come closer in as many products; `"deepseek"`, ten steps, is exact to
-rounding in fp32 for condition numbers up to about 1e4; `"svd"` is exact and slow.
+`"polar-express"` comes closer in as many products; `"svd"` is exact and slow.
 
 References:
     Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/. Amsel et al., The Polar
-    Express, arXiv:2505.16932. Grishina et al.,
-    Chebyshev-type Newton-Schulz (CANS), arXiv:2506.10935.
+    Express, arXiv:2505.16932.
 """
 
 _MOST_ELEMENTS = 2**26  # of one stack: 256 MiB in fp32
