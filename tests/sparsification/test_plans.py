@@ -55,19 +55,19 @@ def slow_collectives(monkeypatch, **costs):
     return slow
 
 
-class Wide(nn.Module):
-    """Half a million parameters that take no time to compute with."""
+class Parts(nn.Module):
+    """Equal tensors that take no time to compute with."""
 
-    def __init__(self):
+    def __init__(self, count, elements):
         super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(1 << 16) for _ in range(8))
+        self.parts = nn.ParameterList(torch.zeros(elements) for _ in range(count))
 
     def forward(self):
         return sum((part * part.detach().cos()).sum() for part in self.parts)
 
 
 def test_no_step_exchanges_much_for_a_plan():
-    """All gradients whole, as they are until there is a plan, take a second on this network."""
+    """All gradients whole, as they are until there is a plan, take long on this network."""
 
     def use(me):
         total, of_steps = 0, []
@@ -75,7 +75,7 @@ def test_no_step_exchanges_much_for_a_plan():
         def pass_(method, size_bytes):
             nonlocal total
             total += size_bytes
-            time.sleep(size_bytes / 2e6)
+            time.sleep(size_bytes / 2e7)
 
         slow_down(me.group, pass_)
         while me.session.plan is None:
@@ -86,7 +86,7 @@ def test_no_step_exchanges_much_for_a_plan():
             of_steps.append(total - before)
         return max(of_steps) / (4 * sum(p.numel() for p in me.model.parameters()))
 
-    assert max(on_ranks(use, "optimal", make=Wide, density=0.02)) < 1.5
+    assert max(on_ranks(use, "optimal", make=lambda: Parts(8, 1 << 16), density=0.02)) < 1.5
 
 
 def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(monkeypatch, caplog):
@@ -98,6 +98,20 @@ def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(mo
         assert {group.method for group in stats.groups} == {"dense"}
         assert "predicted" in stats.refused
         assert stats.refused in str(stats)
+
+
+def test_what_is_not_compressed_goes_in_the_buckets_of_ddp(monkeypatch):
+    assume_costs(monkeypatch, sparse=2e-3, dense=1e-3)
+
+    def use(me):
+        while me.session.stats().refused is None:
+            me.optimizer.zero_grad()
+            me.model().backward()
+            me.optimizer.step()
+        return [group.tensors for group in me.session.stats().groups]
+
+    for tensors in on_ranks(use, "optimal", make=lambda: Parts(3, 300_000), density=0.1):
+        assert tensors == [1, 2]  # the first of 1 MiB, others of 25
 
 
 @pytest.mark.parametrize(("dense_seconds", "method"), [(0.0, "dense"), (0.2, "sparse")])

@@ -54,10 +54,11 @@ def sparsify(
     optimizer, even if the return value is dropped. With one rank, training is the plain
     optimizer's, bit for bit.
 
-    Gradients are sent in groups during backward. `plan="optimal"` measures backward, selection and
-    network in the first steps, and computes which tensors to merge and which not to compress. Then
-    that plan is compared once with dense gradients in real steps, and the faster is kept: it
-    refuses to compress if that is not faster, with a message.
+    Gradients are sent in groups during backward. `plan="optimal"` first sends whole gradients in
+    the buckets of DistributedDataParallel, measures backward, selection and network, and computes
+    which tensors to merge and which not to compress. At each density of the warm-up that plan is
+    compared with whole gradients in real steps until it is faster; if it never is, gradients stay
+    whole, with a message.
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. They
