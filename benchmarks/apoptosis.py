@@ -136,7 +136,7 @@ def higgs(part: float) -> Task:
     return Task(
         lambda widths=(300, 300, 300): mlp(28, 2, *widths, dropout=0.2),
         *(train, test, 128, adamw, 3e-3, steps, area_under_curve),
-        settings(steps, careful=0.003, bold=0.02),
+        settings(steps, events=5, careful=0.008),
         controls=True,
     )
 

@@ -50,7 +50,7 @@ class Found:
         return Found(may, {**self.refused, **refused})
 
 
-def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
+def find(model: nn.Module, example_input: Any) -> Found:
     """Find what can go alone: outputs of layers, channels of streams, heads, groups.
 
     The model is run with the example, in training mode and in evaluation mode; parameters, buffers
@@ -59,7 +59,6 @@ def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
     Args:
         model: Not wrapped by DistributedDataParallel or `torch.compile`.
         example_input: A tensor, a tuple of arguments, or a mapping of named ones.
-        tries: Whether to test each by a run without one of its neurons.
     """
     layers = [name for name, module in model.named_modules() if _has_layer(module)]
     if any(is_sharded(parameter) for parameter in model.parameters()):
@@ -76,8 +75,6 @@ def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
     coupling.settle()
     neurons = _groups(model, coupling)
     found = Found(tuple(neurons), _refused(coupling, neurons, layers))
-    if not tries:
-        return found
     with _as_it_was(model), torch.no_grad():
         model.eval()
         return found.without(_faults(model, run, neurons))
@@ -210,7 +207,7 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
                     weight.set_(silent[path])  # pyrefly: ignore[bad-argument-type]
                 dim, held = each.input_of(model, path)
                 weight.movedim(dim, 0)[held.indices[-1]] = 0
-        gone = [Merging(each, each.width, torch.arange(each.width - 1)) for each in neurons]
+        gone = [Merging(each, torch.arange(each.width - 1)) for each in neurons]
         with narrow_norms(model, gone):
             expected = _tensors(run())
         operate(model, [], surgery_of(model, gone))

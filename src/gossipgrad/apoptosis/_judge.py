@@ -101,7 +101,6 @@ def merging_of(
             shifts[path] = mean[:, removed] - of_kept
     return Merging(
         neurons,
-        neurons.width,
         kept,
         dict(zip(neurons.consumers, folds, strict=True)),
         shifts,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossipgrad.apoptosis._plan import removed_of
+from gossipgrad.apoptosis._surgery import removed_of
 
 __all__ = [
     "Consumer",

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from gossipgrad.apoptosis._neurons import Entries, Neurons, weight_of
-from gossipgrad.apoptosis._surgery import Resize, Shift, Surgery, operate
+from gossipgrad.apoptosis._surgery import Resize, Shift, Surgery, operate, removed_of
 
-__all__ = ["Merging", "ShrinkPlan", "removed_of", "surgery_of"]
+__all__ = ["Merging", "ShrinkPlan", "surgery_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,6 @@ class Merging:
 
     Attributes:
         neurons: The neurons.
-        width: Their number.
         kept: Indices of kept neurons, ascending, shape `(k,)`.
         folds: By consumer, the shares of removed weights to add to kept ones, `(k, removed)`.
         shifts: By consumer that can absorb a constant, the constants, `(taps or 1, removed)`.
@@ -32,19 +31,16 @@ class Merging:
     """
 
     neurons: Neurons
-    width: int
     kept: Tensor
     folds: Mapping[str, Tensor] = field(default_factory=dict)
     shifts: Mapping[str, Tensor] = field(default_factory=dict)
     scales: Mapping[str, float] = field(default_factory=dict)
     error: float = 0.0
 
-
-def removed_of(width: int, kept: Tensor) -> Tensor:
-    """Return the indices that are not kept."""
-    is_removed = torch.ones(width, dtype=torch.bool)
-    is_removed[kept.cpu()] = False
-    return is_removed.nonzero().flatten()
+    @property
+    def width(self) -> int:
+        """The number of neurons."""
+        return self.neurons.width
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +93,7 @@ class ShrinkPlan:
         return {
             "mergings": [
                 {
-                    **{name: getattr(each, name) for name in ("width", "kept", "error")},
+                    **{name: getattr(each, name) for name in ("kept", "error")},
                     "neurons": asdict(each.neurons),
                     "folds": dict(each.folds),
                     "shifts": dict(each.shifts),

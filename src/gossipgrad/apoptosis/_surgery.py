@@ -11,7 +11,23 @@ from torch.optim import Optimizer
 from gossipgrad.apoptosis._neurons import Entries, tensor_of
 from gossipgrad.engine import fit_sizes
 
-__all__ = ["Resize", "Shift", "Surgery", "amounts", "check_resizable", "check_surgery", "operate"]
+__all__ = [
+    "Resize",
+    "Shift",
+    "Surgery",
+    "amounts",
+    "check_resizable",
+    "check_surgery",
+    "operate",
+    "removed_of",
+]
+
+
+def removed_of(width: int, kept: Tensor) -> Tensor:
+    """Return the indices that are not kept."""
+    is_removed = torch.ones(width, dtype=torch.bool)
+    is_removed[kept.cpu()] = False
+    return is_removed.nonzero().flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +53,7 @@ class Resize:
     @property
     def removed(self) -> Tensor:
         """The indices of neurons that leave."""
-        is_removed = torch.ones(len(self.entries.indices), dtype=torch.bool)
-        is_removed[self.kept.cpu()] = False
-        return is_removed.nonzero().flatten()
+        return removed_of(len(self.entries.indices), self.kept)
 
     @property
     def gone(self) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.apoptosis._neurons import bias_of, weight_of
-from gossipgrad.apoptosis._plan import Merging, ShrinkPlan, removed_of
-from gossipgrad.apoptosis._surgery import amounts
+from gossipgrad.apoptosis._plan import Merging, ShrinkPlan
+from gossipgrad.apoptosis._surgery import amounts, removed_of
 
 __all__ = ["Certificate", "certify", "evaluating", "merged", "narrow_norms", "samples_at_risk"]
 
