@@ -1,6 +1,7 @@
 """When roots are computed and used: their steps, failures, repetition, and where."""
 
 import copy
+import os
 import threading
 import warnings
 from itertools import pairwise
@@ -58,6 +59,23 @@ def test_a_root_changes_once_in_a_window_and_exactly_so_late(every, delay, where
     for key, steps in expected.items():
         assert all(b - a == every for a, b in pairwise(steps))
         assert found[key] == [step + delay for step in steps if step + delay < 26]
+    late.close()
+
+
+def test_where_training_takes_all_cores_the_step_computes_what_is_used_as_late():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        model, twin = network(), network()
+        late = gg.Shampoo(model, refresh=gg.Refresh(5, 2))
+        exact = gg.Shampoo(twin, refresh=gg.Refresh(5))
+        before = set(threading.enumerate())
+        found, expected = changes(late, model, 16), changes(exact, twin, 16)
+        for key, steps in expected.items():
+            assert found[key] == [step + 2 for step in steps if step + 2 < 16]
+        assert set(threading.enumerate()) <= before
+    finally:
+        torch.set_num_threads(threads)
     late.close()
 
 

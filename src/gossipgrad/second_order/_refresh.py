@@ -55,7 +55,10 @@ class Refresh:
         every: Steps from one refresh of a unit to the next, at least 1.
         delay: Steps from the copy of a factor to the first use of its root, from 0 to `every`; 0:
             the step computes it.
-        workers: Threads with `where="host"`, at least 1; each computes on one core.
+        workers: Threads with `where="host"`, at least 1; each computes on one core. Where torch's
+            threads, of all ranks of a machine, take all cores, a worker would only hold some of
+            them up: then the step computes the root, which is used `delay` steps later all the
+            same.
         where: `"device"`: on a stream of its own beside training; the host never waits, a late root
             holds the device up. `"host"`: in worker threads, from pinned copies. `"auto"`:
             `"device"` for parameters on an accelerator, else `"host"`.
@@ -156,7 +159,8 @@ class Refresher:
             run = partial(self._enqueue, work, is_now=is_now)
         else:
             compute = partial(self._on_host, *self._copies(work, copy=not is_now), unit, step)
-            run = partial(_now if is_now else self._workers().submit, compute)
+            is_beside = not is_now and (device.type != "cpu" or _has_free_core())
+            run = partial(self._workers().submit if is_beside else _now, compute)
         return run() if self.share is None or is_first else self.share(unit, run)
 
     def finish(self, job: Job, device: torch.device) -> Value:
@@ -283,6 +287,14 @@ def completed(ready: Ready) -> Job:
 def _now(compute: Callable[[], Ready]) -> Job:
     with exact_products():
         return completed(compute())
+
+
+def _has_free_core() -> bool:
+    """Whether training, on all ranks of this machine, leaves a core to others."""
+    cores = len(os.sched_getaffinity(0))
+    is_bound = cores != os.cpu_count()  # then others have other cores
+    ranks = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return ranks * torch.get_num_threads() < cores
 
 
 def _one_core_behind_training() -> None:
