@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from support.doors import needs, run_page, torchrun_environment
+from support.doors import needs, run_example, torchrun_environment
 from support.processes import one_by_one, run_processes
 from support.replicas import flat
 
@@ -158,7 +158,7 @@ def all_on_one_rank_each(rank, store, port, folder):
         refused,
         steps_that_a_scaler_skips,
     )
-    page = run_page, "accelerate.md", folder / "page"
+    page = run_example, "accelerate_loop.py", folder / "page"
     return one_by_one(rank, store, *((part, accelerator, folder) for part in parts), page)
 
 

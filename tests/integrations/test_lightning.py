@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from support.doors import needs, run_page, torchrun_environment
+from support.doors import needs, run_example, torchrun_environment
 from support.processes import one_by_one, run_processes
 from support.replicas import flat
 
@@ -173,7 +173,7 @@ def all_on_one_rank_each(rank, store, port, folder):
         old_checkpoints_go_and_plain_ones_are_gone_on_with,
         other_families_and_exceptions,
     )
-    page = run_page, "lightning.md", folder / "page"
+    page = run_example, "lightning_module.py", folder / "page"
     return one_by_one(rank, store, *((part, folder / part.__name__) for part in parts), page)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from support.doors import needs, run_page, torchrun_environment
+from support.doors import needs, run_example, torchrun_environment
 from support.processes import one_by_one, run_processes
 from support.replicas import flat
 
@@ -218,7 +218,7 @@ def all_on_one_rank_each(rank, store, port, folder):
         (with_other_families, folder / "families"),
         (refused, folder / "refused"),
         (what_is_evaluated, folder / "evaluated"),
-        (run_page, "transformers.md", folder / "page"),
+        (run_example, "transformers_trainer.py", folder / "page"),
     )
 
 

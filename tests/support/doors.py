@@ -1,18 +1,19 @@
-"""Frameworks into which there are doors: whether they are installed, and scripts of their pages."""
+"""Frameworks of the integrations, and examples, as workers of torchrun run them."""
 
 import contextlib
 import io
 import os
-import re
+import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-__all__ = ["needs", "run_page", "torchrun_environment"]
+__all__ = ["EXAMPLES", "needs", "run_example", "torchrun_environment"]
 
-DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def needs(framework: str) -> pytest.MarkDecorator:
@@ -21,14 +22,14 @@ def needs(framework: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{framework} is not installed")
 
 
-def run_page(rank: int, store: dist.Store, page: str, folder: Path) -> str:
-    """Runs the script of a page as a worker of torchrun, in a folder; what it has printed."""
-    (script,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def run_example(rank: int, store: dist.Store, name: str, folder: Path, *arguments: str) -> str:
+    """Runs an example as a worker of torchrun, in a folder; what it has printed."""
+    sys.argv = [name, *arguments]
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
 
 

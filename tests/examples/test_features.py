@@ -1,0 +1,100 @@
+"""Each feature's example runs as its first lines say, and learns."""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.commands import run_here
+from support.doors import EXAMPLES, run_example, torchrun_environment
+from support.processes import run_processes
+from support.waiting import until
+
+pytestmark = pytest.mark.process
+
+TOGETHER = (  # in the same processes, one after the other
+    *("loop", "from_ddp", "full_loop", "evaluate_and_save", "resume", "resume", "local_steps"),
+    *("fsdp2", "gan", "muon", "soap", "sparse", "shrink"),
+)
+
+
+def accuracies(text):
+    return [float(found) / 100 for found in re.findall(r"(\d+\.\d+)%", text)]
+
+
+def all_in_one_process(rank, store, ports, folder):
+    torch.set_num_threads(1)
+    printed = []
+    for name, port in zip(TOGETHER, ports, strict=True):
+        torchrun_environment(rank, port, world_size=4)
+        printed.append(run_example(rank, store, f"{name}.py", folder))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return printed
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What rank 0 has printed in each example."""
+    stores = [
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TOGETHER
+    ]
+    ports = [store.port for store in stores]
+    folder = tmp_path_factory.mktemp("examples")
+    first, *others = run_processes(4, all_in_one_process, ports, folder, grouped=False)
+    assert not any(text for other in others for text in other), "one rank speaks"
+    return dict(zip([f"{name}{n}" for n, name in enumerate(TOGETHER)], first, strict=True))
+
+
+@pytest.mark.parametrize("name", [f"{name}{n}" for n, name in enumerate(TOGETHER)])
+def test_an_example_learns(printed, name):
+    if name.startswith("gan"):
+        made, real = re.findall(r"\((-?\d\.?\d?), (-?\d\.?\d?)\)", printed[name])
+        assert all(abs(float(a) - float(b)) < 1 for a, b in zip(made, real, strict=True))
+    else:
+        assert accuracies(printed[name])[0] > 0.8, printed[name]
+
+
+def test_a_resumed_example_continues(printed):
+    first, second = (text for name, text in printed.items() if name.startswith("resume"))
+    assert "after 150 steps" in first
+    assert "after 300 steps" in second
+
+
+def test_the_others_survive_a_killed_worker(tmp_path, monkeypatch, capfd):
+    code = run_here(
+        ["gossipgrad", "launch", "--nproc", "4", EXAMPLES / "survive.py"], tmp_path, monkeypatch
+    )
+    said = capfd.readouterr().out
+    assert code == 3, "one worker failed"
+    assert "ranks (0, 1, 2)" in said
+    assert accuracies(said)[0] > 0.8
+
+
+def joined(rank, store, port, folder):
+    torch.set_num_threads(1)
+    if rank < 2:
+        torchrun_environment(rank, port, world_size=2)
+        return run_example(rank, store, "join.py", folder)
+    until(lambda: (folder / "join.txt").exists() and (folder / "join.txt").read_text())
+    return run_example(rank, store, "join.py", folder, "join.txt")
+
+
+def test_a_worker_joins_from_a_second_terminal(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank, text in enumerate(run_processes(3, joined, store.port, tmp_path, grouped=False)):
+        assert f"rank {rank} begins at step " in text
+        assert accuracies(text)[0] > 0.8
+
+
+def test_the_job_is_trained_by_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(EXAMPLES.parent)
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([os.fspath(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+    )
+    command = "gossipgrad train --job examples.job:job --nproc 2 --epochs 5 --out job"
+    assert run_here(command.split(), tmp_path, monkeypatch) == 0
+    assert accuracies(capfd.readouterr().out)[-1] > 0.8
