@@ -158,7 +158,7 @@ def with_other_families(rank, store, folder):
     def shrinking(model, optimizer):
         session = gg.gossip(model, optimizer)
         x = {"x": torch.zeros(2, 6), "labels": torch.zeros(2, dtype=torch.long)}
-        options = {"every": 4, "events": 2, "batches": 2, "budget": 0.2}
+        options = {"every": 4, "events": 2, "batches": 2, "budget": 0.2, "round_to": 1}
         gg.shrink(model, optimizer, session=session, example_input=x, **options)
         return session
 
