@@ -84,7 +84,7 @@ class MergedGroup:
         self._residual_views: list[Tensor] = []
         self._velocity: Tensor | None = None
         self._velocity_views: list[Tensor] = []
-        self._messages: Gather | None = None
+        self._messages: Gather | Split | None = None
         self._chosen: _Chosen | None = None
         self._sends_zeros = False  # in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
@@ -130,7 +130,7 @@ class MergedGroup:
             return
         dtypes = self._value_dtype, self.dtype
         like = self.numel, count, self._world_size, dtypes, self._device
-        messages = Gather(*like)
+        messages: Gather | Split = Gather(*like)
         if self._world_size > _GATHERING_RANKS:
             messages = min(messages, Split(*like), key=lambda each: each.bytes_sent)
         padding = _PADDING_BYTES * (self._world_size - 1)
@@ -214,7 +214,7 @@ class MergedGroup:
             self._residual, self._residual_views = None, []
         self._chosen, self._old_kept = None, False
 
-    def _keep_what_was_left_out(self, messages: Gather) -> None:
+    def _keep_what_was_left_out(self, messages: Gather | Split) -> None:
         """Put back into the residual what no owner has selected, and what rounding took of sums."""
         if not isinstance(messages, Split):
             return
@@ -325,7 +325,7 @@ class MergedGroup:
             self._velocity[chosen.indices] = 0
         self._chosen = _Chosen(chosen, velocities, chosen.values.isfinite().all())
 
-    def _exchange_sparse(self, group: Group, messages: Gather) -> None:
+    def _exchange_sparse(self, group: Group, messages: Gather | Split) -> None:
         start = perf_counter()
         received = messages.exchange(group, self._staging)
         self.gather_seconds = perf_counter() - start

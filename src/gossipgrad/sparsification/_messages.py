@@ -1,7 +1,6 @@
 """Sparse messages of one group: what a rank sends, and the sums that it gets."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,8 +34,6 @@ class Coordinates(NamedTuple):
 class Gather:
     """Each rank's selection goes to all ranks, in one all-gather."""
 
-    rounding: "Coordinates | None" = None  # what the wire has rounded away of this rank's sums
-
     def __init__(
         self, numel: int, count: int, world_size: int, dtypes: Dtypes, device: torch.device
     ) -> None:
@@ -64,17 +61,7 @@ class Gather:
 
     def exchange(self, group: Group, staging: Staging) -> list[Coordinates]:
         """Send the message; return what to add up, in this order on all ranks."""
-        found = self._gather(group, staging)
-        # The CPU adds up in the order of elements, others add those of one call in any order.
-        return [_together(found)] if self._device.type == "cpu" else found
-
-    def _gather(self, group: Group, staging: Staging) -> list[Coordinates]:
-        """Return the messages of all ranks, where the group's gradients are."""
-        host = staging.to_host(self._message)
-        is_host = host is self._message
-        received = self._gathered if is_host else torch.empty_like(self._gathered, device="cpu")
-        group.all_gather_into_(received, host)
-        messages = staging.from_host(received, self._gathered).view(-1, len(host))
+        messages = _gathered(group, staging, self._message, self._gathered)
         _same_step(messages)
         found = []
         for rank, message in enumerate(messages):
@@ -82,10 +69,13 @@ class Gather:
                 found.append(Coordinates(*self._format.unpack(message[:-_STEP_BYTES])))
             except ValueError as error:
                 raise GossipError(f"rank {rank} sent what is no message: {error}") from error
-        return found
+        if self._device.type != "cpu":  # which would add those of one call in any order
+            return found
+        indices, values = zip(*found, strict=True)
+        return [Coordinates(torch.cat(indices), torch.cat(values))]
 
 
-class Split(Gather):
+class Split:
     """Split and reduce: bytes do not grow with the number of ranks.
 
     1. Each rank selects `count` coordinates, and sends each to its owner.
@@ -101,21 +91,28 @@ class Split(Gather):
     slots are zeros at row 0.
     """
 
+    rounding: Coordinates | None = None  # what the wire has rounded away of this rank's sums
+
     def __init__(
         self, numel: int, count: int, world_size: int, dtypes: Dtypes, device: torch.device
     ) -> None:
+        self._world_size = world_size
+        self._value_dtype, self._dtype = dtypes
         self._rows = -(-numel // world_size)  # the last one may be short
-        super().__init__(
-            self._rows, min(self._rows, max(1, count // world_size)), world_size, dtypes, device
-        )
         average = count / world_size
         self._room = min(self._rows, math.ceil(average + _DEVIATIONS * math.sqrt(average)))
-        self._values_bytes = _aligned(self._room * self._value_dtype.itemsize)
-        part_bytes = self._values_bytes + _aligned(4 * self._room) + _STEP_BYTES
-        self._parts = torch.zeros(world_size, part_bytes, dtype=torch.uint8, device=device)
+        self._selected = min(self._rows, max(1, count // world_size))
+        sizes = [
+            _aligned(room * self._value_dtype.itemsize) + _aligned(4 * room) + _STEP_BYTES
+            for room in (self._room, self._selected)
+        ]
+        self._parts, self._gathered = (
+            torch.zeros(world_size, size, dtype=torch.uint8, device=device) for size in sizes
+        )
         self._received = torch.empty_like(self._parts)
-        self.bytes_sent += (world_size - 1) * part_bytes
-        self.memory_bytes += 2 * world_size * part_bytes
+        self._message = torch.zeros(1, sizes[1], dtype=torch.uint8, device=device)
+        self.bytes_sent = (world_size - 1) * sum(sizes)
+        self.memory_bytes = 2 * world_size * sizes[0] + (world_size + 1) * sizes[1]
 
     def pack(
         self, indices: Int[Tensor, " count"], values: Float[Tensor, " count"], step: Step
@@ -149,33 +146,41 @@ class Split(Gather):
         parts = staging.from_host(received, self._received)
         step = _same_step(parts)
         total = torch.zeros(self._rows, dtype=self._dtype, device=parts.device)
+        values, rows = self._checked(parts)
+        total.index_add_(0, rows.flatten(), values.flatten().to(self._dtype))
+        chosen = top_k(total, self._selected, method="threshold")  # most are 0
+        sums = total[chosen]
+        sent, sent_rows = self._views(self._message)
+        sent[0], sent_rows[0] = _narrowed(sums, self._value_dtype), chosen.to(torch.int32)
+        _write_steps(self._message, step)
+        if self._value_dtype.itemsize < self._dtype.itemsize:
+            lost = torch.where(sent[0] == 0, 0, sums - sent[0])  # 0 counts as left out
+            self.rounding = Coordinates(self._coordinates(group.rank, chosen), lost)
+        messages = _gathered(group, staging, self._message, self._gathered)
+        _same_step(messages)
+        values, rows = self._checked(messages)
+        owners = torch.arange(self._world_size, device=rows.device).unsqueeze(1)
+        return [Coordinates(self._coordinates(owners, rows).flatten(), values.flatten())]
+
+    def _coordinates(self, owner: int | Tensor, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Return an owner's coordinates in these rows; a short row lacks some."""
+        return rows * self._world_size + (owner - _turn(rows)) % self._world_size
+
+    def _views(self, parts: UInt8[Tensor, "ranks size"]) -> tuple[Tensor, Tensor]:
+        """Return the values and rows in parts for owners, or in selections of owners."""
+        is_part = parts.shape[1] == self._parts.shape[1]
+        room = self._room if is_part else self._selected
+        values = parts[:, : room * self._value_dtype.itemsize].view(self._value_dtype)
+        start = _aligned(room * self._value_dtype.itemsize)
+        return values, parts[:, start : start + 4 * room].view(torch.int32)
+
+    def _checked(self, parts: UInt8[Tensor, "world size"]) -> tuple[Tensor, Tensor]:
         values, rows = self._views(parts)
         wrong = ((rows < 0) | (rows >= self._rows)).any(1)
         if bool(wrong.any()):
             rank = int(wrong.int().argmax())
             raise GossipError(f"rank {rank} sent rows that are not there: no part of this run")
-        flat = rows.reshape(-1).to(torch.int64)
-        total.index_add_(0, flat, values.reshape(-1).to(self._dtype))
-        rows = top_k(total, self._format.count)
-        sums = total[rows]
-        _write_steps(self._message.unsqueeze(0), step)
-        sent = self._format.pack(rows, sums, self._message[:-_STEP_BYTES])
-        if self._value_dtype.itemsize < self._dtype.itemsize:
-            lost = torch.where(sent == 0, 0, sums - sent.to(self._dtype))  # 0 counts as left out
-            self.rounding = Coordinates(self._coordinates(group.rank, rows), lost)
-        found = _together(self._gather(group, staging))
-        owners = torch.arange(self._world_size, device=parts.device)
-        owners = owners.repeat_interleave(self._format.count)
-        return [Coordinates(self._coordinates(owners, found.indices), found.values)]
-
-    def _coordinates(self, owner: int | Tensor, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Return an owner's coordinates in these rows; a short row lacks some."""
-        return rows * self._world_size + (owner - _turn(rows)) % self._world_size
-
-    def _views(self, parts: UInt8[Tensor, "world size"]) -> tuple[Tensor, Tensor]:
-        values = parts[:, : self._room * self._value_dtype.itemsize].view(self._value_dtype)
-        rows = parts[:, self._values_bytes : self._values_bytes + 4 * self._room].view(torch.int32)
-        return values, rows
+        return values, rows.to(torch.int64)
 
 
 def _same_step(messages: UInt8[Tensor, "world size"]) -> Step:
@@ -195,9 +200,14 @@ def unequal_steps(of_ranks: str = "") -> str:
     )
 
 
-def _together(found: Sequence[Coordinates]) -> Coordinates:
-    indices, values = zip(*found, strict=True)
-    return Coordinates(torch.cat(indices), torch.cat(values))
+def _gathered(
+    group: Group, staging: Staging, message: UInt8[Tensor, "..."], out: UInt8[Tensor, "..."]
+) -> UInt8[Tensor, "world n"]:
+    """Return the messages of all ranks, where the group's gradients are."""
+    host = staging.to_host(message)
+    received = out if host is message else torch.empty_like(out, device="cpu")
+    group.all_gather_into_(received.view(-1), host.view(-1))
+    return staging.from_host(received, out).view(-1, message.numel())
 
 
 def _write_steps(messages: UInt8[Tensor, "world size"], step: Step) -> None:
@@ -211,7 +221,7 @@ def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isfinite(), narrow.clamp(-largest, largest), narrow)
 
 
-def _turn(rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def _turn(rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return ((rows * _ODD) & 0xFFFFFFFF) >> 8
 
 
