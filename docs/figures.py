@@ -122,6 +122,32 @@ def spread(heights: list[float], least: float) -> list[float]:
     return result
 
 
+def draw_islands(path: Path, ranks: int = 3) -> None:
+    """Two islands: gradients inside, a slice of each rank between, gathered inside."""
+    drawing = Drawing(640, 250)
+    for island, left in enumerate((20, 420)):
+        drawing.line(
+            [(left, 40), (left + 200, 40), (left + 200, 220), (left, 220), (left, 40)],
+            colour=GRID,
+        )
+        drawing.text(left + 100, 28, f"island {island}: one replica", anchor="middle")
+        for rank in range(ranks):
+            y = 70 + 55 * rank
+            drawing.text(left + 12, y + 14, f"rank {rank}")
+            for part in range(ranks):  # the slices of a bucket
+                colour = COLOURS[rank] if part == rank else GRID
+                drawing.box(left + 80 + 34 * part, y, 30, 20, colour)
+    for rank in range(ranks):
+        y = 80 + 55 * rank
+        drawing.arrow((310, y), (412, y), COLOURS[rank])
+        drawing.arrow((330, y), (228, y), COLOURS[rank])
+        drawing.text(320, y - 8, f"slice {rank}", anchor="middle")
+    drawing.text(320, 242, "slow link: one model each way, whatever the ranks", anchor="middle")
+    for left in (120, 520):
+        drawing.text(left, 212, "fast link: gradients, slices", anchor="middle", colour=FAINT)
+    drawing.save(path)
+
+
 def draw_diffusion(path: Path, world_size: int = 24, rounds: int = 12) -> None:
     """How far one rank's weights have come, by schedule."""
     drawing = Drawing(640, 336)
@@ -196,6 +222,7 @@ def draw_timeline(path: Path) -> None:
 DRAWN = {
     "rounds": draw_rounds,
     "rotation": draw_rotation,
+    "islands": draw_islands,
     "diffusion": draw_diffusion,
     "distance": draw_distance,
     "timeline": draw_timeline,

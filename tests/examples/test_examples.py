@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from gossipgrad.cli import main
 from support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,15 @@ def test_the_table_lists_every_example():
         assert f"| `{path.name}` |" in table
         command = (f"examples/{path.name}", f"--job examples.{path.stem}:job")
         assert any(one in path.read_text() for one in command)
+
+
+def test_islands_train_and_one_rank_saves(tmp_path):
+    words = ["--island", "2", str(EXAMPLES / "islands.py"), "--folder", str(tmp_path)]
+    assert main(["launch", "--nproc", "4", "--log-dir", str(tmp_path), *words]) == 0
+    losses = [float(log.read_text().split()[-1]) for log in tmp_path.glob("*.log")]
+    assert len(losses) == 4
+    assert max(losses) < 0.1
+    assert set(torch.load(tmp_path / "model.pt")) == {"weight", "bias"}
 
 
 def import_torchvision():

@@ -315,9 +315,11 @@ class Averaging:
         return own()
 
     def _mean_(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its mean over all ranks, those of this island, too."""
+        """Replace a tensor by its mean over all ranks, those of an island of equal ranks, too."""
         self._try(lambda: self._group.mean_(tensor), lambda: tensor)
-        return tensor if self._island is None else self._island.group.mean_(tensor)
+        if self._island is not None and self._island.is_whole:
+            self._island.group.mean_(tensor)
+        return tensor
 
     def drain(self) -> None:
         """Mix everything in flight, including late parts; all ranks have met."""

@@ -1,0 +1,86 @@
+"""FSDP2 and tensor parallelism inside islands: a mesh of three axes against whole replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gossipgrad as gg
+from support.processes import run_processes
+from support.sessions import run_sessions
+
+pytestmark = pytest.mark.process
+STEPS = 6
+SETTINGS = {"payload": "weights+state", "bucket_bytes": 100}
+
+
+def with_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(replica, shard, step):
+    generator = torch.Generator().manual_seed(1000 * replica + 10 * shard + step)
+    return torch.randn(5, 6, generator=generator)
+
+
+def train(model, optimizer, session, inputs):
+    for step in range(STEPS):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            session.average_()
+    with session.consensus():
+        probe = model(torch.ones(1, 6)).flatten().tolist()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [probe, *(p.detach().flatten().tolist() for p in whole)]
+
+
+def on_a_mesh(rank, store, shards, tensors):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh(
+        "cpu", (2, shards, tensors), mesh_dim_names=("gossip", "shard", "tensor")
+    )
+    model = with_norm()
+    parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    if shards > 1:
+        fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    replica, shard, _ = mesh.get_coordinate()
+    island = mesh["shard", "tensor"] if shards > 1 else mesh["tensor"]
+    with gg.gossip(model, optimizer, mesh=mesh["gossip"], island=island, **SETTINGS) as session:
+        found = train(model, optimizer, session, lambda step: batch(replica, shard, step))
+        outcomes = session.stats().outcomes
+        dist.barrier()
+    assert outcomes["delivered"] > 0
+    assert outcomes["void"] == outcomes["late"] == 0
+    return found
+
+
+@pytest.mark.parametrize(("shards", "tensors"), [(2, 2), pytest.param(1, 2, id="tensors alone")])
+def test_a_mesh_of_three_axes_trains_like_whole_replicas(shards, tensors):
+    def use(me):
+        def inputs(step):
+            return torch.cat([batch(me.rank, shard, step) for shard in range(shards)])
+
+        return train(me.model, me.optimizer, me.session, inputs)
+
+    found = run_processes(2 * shards * tensors, on_a_mesh, shards, tensors)
+    expected = run_sessions(
+        2,
+        use,
+        make=lambda rank: with_norm(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+        **SETTINGS,
+    )
+    for rank, ours in enumerate(found):
+        for mine, other in zip(ours, expected[rank // (shards * tensors)], strict=True):
+            assert mine == pytest.approx(other, rel=1e-4, abs=2e-6)
