@@ -31,10 +31,9 @@ def test_the_table_lists_every_example():
 def test_islands_train_and_one_rank_saves(tmp_path):
     words = ["--island", "2", str(EXAMPLES / "islands.py"), "--folder", str(tmp_path)]
     assert main(["launch", "--nproc", "4", "--log-dir", str(tmp_path), *words]) == 0
-    losses = [float(log.read_text().split()[-1]) for log in tmp_path.glob("*.log")]
-    assert len(losses) == 4
-    assert max(losses) < 0.1
-    assert set(torch.load(tmp_path / "model.pt")) == {"weight", "bias"}
+    (accuracy,) = [text for log in tmp_path.glob("*.log") if (text := log.read_text())]
+    assert float(accuracy.split()[-1].strip("%")) > 80
+    assert (tmp_path / "model.pt").exists()
 
 
 def import_torchvision():
