@@ -4,7 +4,7 @@ torchrun --nproc-per-node 4 examples/islands.py
 gossipgrad launch --nproc 4 --island 2 --respawn 2 examples/islands.py --folder run
 
 With several machines, each one island, run the second line on all of them, with --nodes,
---node-rank and --rendezvous, a --folder that they share, and --ranks for the ranks of an island. One
+--node-rank and --rendezvous, a shared --folder, and --ranks for the ranks of an island. One
 that died comes back: its ranks join by the address that rank 0 has written to the folder.
 """
 
