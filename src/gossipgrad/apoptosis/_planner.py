@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+import numpy as np
 from torch import nn
 
 from gossipgrad.apoptosis._judge import Options
@@ -15,6 +16,7 @@ from gossipgrad.apoptosis._neurons import Neurons, output_dim, weight_of
 
 __all__ = ["Work", "counts_of", "plan_counts", "unit_of"]
 
+Count = int | float | np.ndarray  # of one choice, or of several
 _PER_OUTPUT = 32  # BatchNorm, ReLU and their gradients take as long as about 40 multiplications
 _MOST_COUNTS = 32
 _NOTHING = 1e-9  # an error that is rounding
@@ -79,7 +81,8 @@ class Work:
                 }
                 sizes.append((size, per_neuron))
                 for name in per_neuron:
-                    self._of[name].append(path)
+                    if path not in self._of[name]:  # a list: ranks add in one order
+                        self._of[name].append(path)
             multiplies = weight.ndim > 1 and not isinstance(module, nn.Embedding)
             self._layers[path] = _Layer(count, sizes, output_dim(module), multiplies)
 
@@ -88,17 +91,17 @@ class Work:
         layers = {*self._of[name]}
         return {other for other, paths in self._of.items() if layers & {*paths}}
 
-    def saving(self, name: str, now: Mapping[str, int], removed: int) -> float:
+    def saving(self, name: str, now: Mapping[str, Count], removed: Count) -> Count:
         """Return what is saved if so many of these are removed instead of as many as now."""
         then = {**now, name: removed}
-        return sum(self._cost(path, now) - self._cost(path, then) for path in {*self._of[name]})
+        return sum(self._cost(path, now) - self._cost(path, then) for path in self._of[name])
 
-    def whole(self, removed: Mapping[str, int]) -> float:
+    def whole(self, removed: Mapping[str, Count]) -> Count:
         """Return the cost of all layers."""
         return sum(self._cost(path, removed) for path in self._layers)
 
-    def _cost(self, path: str, removed: Mapping[str, int]) -> float:
-        layer, product, output = self._layers[path], 1.0, 0
+    def _cost(self, path: str, removed: Mapping[str, Count]) -> Count:
+        layer, product, output = self._layers[path], 1.0, 0.0
         for dim, (size, per_neuron) in enumerate(layer.sizes):
             left = size - sum(removed.get(name, 0) * n for name, n in per_neuron.items())
             if dim == layer.output:
@@ -138,14 +141,13 @@ def _best(
     options: Options, taken: int, work: Work, removed: Mapping[str, int], left: float
 ) -> tuple[float, int, float] | None:
     """Return the most time per error that a further option saves, which it is, and its error."""
-    found, whole = None, work.whole(removed)
-    for chosen in range(taken + 1, len(options.counts)):
-        further = max(0.0, options.errors[chosen] - options.errors[taken])
-        if not further <= left:
-            break
-        saved = work.saving(options.neurons.name, removed, options.counts[chosen])
-        value = saved / (further + _NOTHING)
-        is_worth_it = saved > 0 and saved >= _LEAST * (further - _NOTHING) * whole
-        if is_worth_it and (found is None or value > found[0]):
-            found = value, chosen, further
-    return found
+    errors = np.array(options.errors[taken + 1 :])
+    further = np.maximum(0.0, errors - options.errors[taken])
+    counts = np.array(options.counts[taken + 1 :])
+    saved = work.saving(options.neurons.name, removed, counts)
+    values = saved / (further + _NOTHING)
+    is_open = (further <= left) & (saved > 0) & (values >= _LEAST * work.whole(removed))
+    if not is_open.any():
+        return None
+    best = int(np.where(is_open, values, -1.0).argmax())
+    return float(values[best]), taken + 1 + best, float(further[best])
