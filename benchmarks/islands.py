@@ -7,12 +7,16 @@ Cells that are done are kept. Needs Linux and root.
 
     python -m benchmarks.islands                     # 4 nodes of 2 ranks, then of 4
     python -m benchmarks.islands --sizes 2 --steps 4 # a try
+    python -m benchmarks.islands --kills 20          # a rank killed at random moments, loopback
 """
 
 import argparse
+import hashlib
 import json
+import multiprocessing
 import os
 import queue
+import random
 import statistics
 import sys
 import threading
@@ -203,6 +207,77 @@ def measure(size: int, compute: float, steps: int, folder: Path) -> dict[str, An
     return found
 
 
+def live(rank: int, port: int, results: Any) -> None:
+    """A rank of three islands of two: steps, averages and consensus until one island is gone."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=6)
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("gossip", "node"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    mode = gg.Stale() if port % 2 else gg.Overlap()
+    beats = gg.Heartbeats(interval_seconds=0.1)
+    where: dict[str, Any] = {"mesh": mesh["gossip"], "island": mesh["node"], "heartbeats": beats}
+    with gg.gossip(model, optimizer, mode=mode, average_every=None, **where) as session:
+        results.put((rank, None))
+        is_over = torch.zeros(1)
+        while not is_over:
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.position % 20 == 0:
+                try:
+                    with session.consensus():
+                        pass
+                except gg.GossipError:
+                    pass  # a rank was lost in the middle; on all ranks of this island
+            is_over.fill_(len(session.membership.living) == 2)
+            dist.all_reduce(is_over, dist.ReduceOp.MIN, group=mesh["node"].get_group())
+        for _ in range(5):  # a few more exchanges of those that are left
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+        session.average_()
+        mean = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+        results.put((rank, (own.hexdigest(), mean.hexdigest())))
+        session.group.barrier()
+
+
+def kill(seed: int) -> dict[str, Any]:
+    """Kills one of six ranks at a random moment; how the others end."""
+    draw, context = random.Random(seed), multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=live, args=(r, store.port, results)) for r in range(6)]
+    for each in ranks:
+        each.start()
+    for _ in ranks:
+        results.get(timeout=120)
+    dies, after_seconds = draw.randrange(6), draw.uniform(0.0, 3.0)
+    time.sleep(after_seconds)
+    ranks[dies].kill()
+    rest = [rank for rank in range(6) if rank // 2 != dies // 2]
+    ends = {}
+    try:
+        while len(ends) < len(rest):
+            rank, digests = results.get(timeout=120)
+            ends[rank] = digests
+    finally:
+        for each in ranks:
+            each.join(30)
+            each.kill()
+    pairs = [(ends[rank][0], ends[rank + 1][0]) for rank in rest[::2]]
+    return {
+        "seed": seed,
+        "killed": dies,
+        "after_seconds": round(after_seconds, 3),
+        "ranks_of_islands_are_equal": all(one == other for one, other in pairs),
+        "one_digest": len({mean for _, mean in ends.values()}) == 1,
+    }
+
+
 def main() -> None:
     """Measures what is missing, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -211,7 +286,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/islands"))
     parser.add_argument("--rank", nargs=2, help="of a rank: size of its node, compute")
     parser.add_argument("--out", type=Path, help="of a rank")
+    parser.add_argument("--kills", type=int, default=0, help="how many; measures nothing else")
     options = parser.parse_args()
+    if options.kills:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        rows = []
+        for seed in range(options.kills):
+            path = options.folder / f"kill-{seed}.json"
+            rows.append(once(path, {"seed": seed}, lambda s=seed: kill(s)))
+            tell("kill:", rows[-1])
+        print(write("islands_kills", {"rows": rows}, module="islands"))
+        return
     if options.rank:
         measure_rank(int(options.rank[0]), float(options.rank[1]), options.steps, options.out)
         return
