@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.02  # between two looks for lost members while a collective runs
+_LOOK_SECONDS = 0.05  # between two looks for lost members while a collective runs
 _AT_ONCE_BYTES = 1024  # of one packet
 _CHUNK_BYTES = 8 << 20  # each within the time that a collective may take, on slow networks too
 _LISTEN_SECONDS = 0.05

@@ -70,6 +70,7 @@ class Aggregation:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self._known = {id(parameter) for parameter in self.parameters}
+        self._bytes = sum(parameter.nbytes for parameter in self.parameters)
         self._group = group
         self._settings = settings
         self._after_round = after_round
@@ -313,8 +314,7 @@ class Aggregation:
         self.passes.finish()
         self.counters.rounds += 1
         ranks = self._group.world_size
-        width = sum(p.nbytes for p in self.parameters)
-        self.counters.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
+        self.counters.all_reduce_bytes += 2 * (ranks - 1) * self._bytes // ranks
         if self.broken is not None:  # closed while the mean was written
             return
         try:
@@ -339,12 +339,12 @@ class Aggregation:
         return error
 
     def _write(self) -> None:
-        local = [self._grads(number) for number in range(len(self.groups))]
         finite = all(made.finite for made in self.groups)
         self.counters.nonfinite_rounds += not finite
-        for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
-            if not finite:
-                made.roll_back(grads)
+        if not finite:
+            for number, made in enumerate(self.groups):
+                made.roll_back(self._grads(number))
+        for merge, made in zip(self.merges, self.groups, strict=True):
             targets = []
             for parameter in self.parameters[merge.start : merge.stop]:
                 if parameter.grad is None:
