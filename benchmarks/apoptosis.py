@@ -111,7 +111,10 @@ def cifar_resnet(part: float) -> Task:
     return Task(
         lambda: ResNet20(wider=2),
         *(train, test, 64, momentum, 0.05, steps, accuracy),
-        {"bold": {**common, "budget": 0.3, "events": 3}},
+        {
+            "careful": {**common, "budget": 0.2, "events": 3},
+            "bold": {**common, "budget": 0.3, "events": 3},
+        },
     )
 
 

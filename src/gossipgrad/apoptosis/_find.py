@@ -207,7 +207,14 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
                     weight.set_(silent[path])  # pyrefly: ignore[bad-argument-type]
                 dim, held = each.input_of(model, path)
                 weight.movedim(dim, 0)[held.indices[-1]] = 0
-        gone = [Merging(each, torch.arange(each.width - 1)) for each in neurons]
+        gone = [
+            Merging(
+                each,
+                torch.arange(each.width - 1),
+                scales=dict.fromkeys(each.row_norms(model), 2.0),  # are the weights gains?
+            )
+            for each in neurons
+        ]
         with narrow_norms(model, gone):
             expected = _tensors(run())
         operate(model, [], surgery_of(model, gone))
