@@ -185,6 +185,24 @@ def paired(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> d
     }
 
 
+def verdict(difference: float, interval: float | None, margin: float, *, higher: bool) -> str:
+    """What a difference of two contestants says, given its 95 % interval.
+
+    Nothing while the interval is wider than the margin; "equal" where it holds 0.
+
+    Example:
+        >>> verdict(-0.5, 0.4, 0.2, higher=True), verdict(-0.5, 0.2, 0.2, higher=True)
+        ('undecided', 'worse')
+        >>> verdict(-0.05, 0.01, 0.02, higher=False), verdict(0.1, 0.2, 0.2, higher=True)
+        ('better', 'equal')
+    """
+    if interval is None or interval > margin:
+        return "undecided"
+    if abs(difference) <= interval:
+        return "equal"
+    return "better" if (difference > 0) == higher else "worse"
+
+
 def best_rate(
     rates: Sequence[float], loss_of: Callable[[float], float], factor: float
 ) -> tuple[float, dict[float, float]]:

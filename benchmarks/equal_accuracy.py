@@ -2,7 +2,9 @@
 
 Every contestant sees the same samples in the same steps. Its learning rate is the best of a grid
 of factors of 2, by the loss of a seed that is not among the reported ones, and further ones while
-the best is at an edge. Then it runs with three seeds. What is evaluated is the mean of all
+the best is at an edge. Then it runs with three seeds, and with further ones until the 95 %
+interval of its difference to the first contestant, paired by seed, is at most 0.2 points (0.02
+nats); until then the verdict is "undecided". What is evaluated is the mean of all
 replicas, on the test part. Warm-up in the first 5 % of the steps, then a cosine to 0. `bytes` are
 what a rank sends in a step, in sizes of the model; ring all-reduce sends `2 (p - 1) / p`.
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 import gossipgrad as gg
 from benchmarks import _command
-from benchmarks._common import best_rate, merged, once, paired, tell, write
+from benchmarks._common import best_rate, merged, once, paired, tell, verdict, write
 from benchmarks._tasks import (
     GPT,
     ResNet20,
@@ -47,7 +49,8 @@ from benchmarks._tasks import (
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import Schedule, dissemination, matching
 
-SEEDS, SEARCH_SEED, CONTEXT = 3, 100, 64
+SEEDS, MOST_SEEDS, SEARCH_SEED, CONTEXT = 3, 16, 100, 64
+MARGINS = {"accuracy": 0.2, "loss": 0.02}  # points, nats
 Mix = Callable[[int, Tensor], int]
 """Mixes replicas, the rows of a matrix, after a step; the elements that each rank sent."""
 
@@ -218,9 +221,18 @@ def train(task: Task, ranks: int, way: dict[str, Any], rate: float, seed: int) -
 
 
 def row(
-    name: str, task: Task, ranks: int, way: str, seeds: int, reference: list, folder: Path
-) -> dict[str, Any]:
-    """Figures of a contestant, and their difference to the first one's, paired by seed."""
+    name: str,
+    task: Task,
+    ranks: int,
+    way: str,
+    seeds: tuple[int, int],
+    reference: Callable[[int], float] | None,
+    folder: Path,
+) -> tuple[dict[str, Any], Callable[[int], float]]:
+    """Figures of a contestant with their difference to the reference, and its figure by seed.
+
+    Takes at least the first and at most the second number of seeds.
+    """
     sent, options = task.ways[way]
     setting = {"steps": task.steps, "batch": task.batch}
 
@@ -232,17 +244,28 @@ def row(
     rate = task.rates[0]
     if len(task.rates) > 1:
         rate = best_rate(task.rates, lambda rate: sign * run(rate)[metric], 2.0)[0]
-    runs = [run(rate, seed) for seed in range(seeds)]
-    values = [found[metric] for found in runs]
-    reference[:] = reference or values
+
+    def result(seed: int) -> float:
+        return run(rate, seed)[metric]
+
+    reference, (count, most) = reference or result, seeds
+    while True:
+        values = [result(seed) for seed in range(count)]
+        found = paired(values, [reference(seed) for seed in range(count)])
+        means = verdict(**found, margin=MARGINS[metric], higher=metric == "accuracy")
+        if means != "undecided" or count >= most:
+            break
+        count += 1
+    runs = [run(rate, seed) for seed in range(count)]
     figures: dict[str, Any] = {"task": name, "ranks": ranks, "way": way, "rate": rate}
     figures |= {"metric": metric, "bytes": sent, "mean": round(statistics.mean(values), 3)}
-    figures |= paired(values, reference) | {"seeds": [*range(seeds)], metric: values}
+    figures |= found | {"verdict": means, "seeds": [*range(count)], metric: values}
     for key in ("train_loss_50", "mean_distance"):
-        figures[key] = round(statistics.fmean(found[key] for found in runs), 4)
-    tables = [{str(step): far for step, far in found["distance"].items()} for found in runs]
-    means = {step: statistics.fmean(table[step] for table in tables) for step in tables[0]}
-    return figures | {"distance": {step: round(mean, 4) for step, mean in means.items()}}
+        figures[key] = round(statistics.fmean(each[key] for each in runs), 4)
+    tables = [{str(step): far for step, far in each["distance"].items()} for each in runs]
+    of_steps = {step: statistics.fmean(table[step] for table in tables) for step in tables[0]}
+    figures["distance"] = {step: round(mean, 4) for step, mean in of_steps.items()}
+    return figures, result
 
 
 def main() -> None:
@@ -251,7 +274,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["mlp", "mlp-adam"], choices=list(TASKS))
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--ways", nargs="+", help="contestants; all by default")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="at least")
+    parser.add_argument("--most-seeds", type=int, default=MOST_SEEDS)
     parser.add_argument("--steps", type=int, help="for a try")
     parser.add_argument("--folder", type=Path, default=Path("runs/equal_accuracy"))
     parser.add_argument("--processes", choices=_command.GROUPS)
@@ -266,11 +290,15 @@ def main() -> None:
     for name in options.tasks:
         task = TASKS[name]._replace(**({"steps": options.steps} if options.steps else {}))
         for ranks in options.ranks or task.ranks:
-            first, reference = next(iter(task.ways)), list[float]()
+            first = next(iter(task.ways))
+            reference: Callable[[int], float] | None = None
             for way in dict.fromkeys(
                 [first, *(w for w in options.ways or task.ways if w in task.ways)]
             ):
-                rows.append(row(name, task, ranks, way, options.seeds, reference, options.folder))
+                seeds = options.seeds, max(options.seeds, options.most_seeds)
+                figures, result = row(name, task, ranks, way, seeds, reference, options.folder)
+                rows.append(figures)
+                reference = reference or result
                 tell("", rows[-1])
                 published = merged("equal_accuracy", rows, "task", "ranks", "way")
                 write("equal_accuracy", {"rows": published})
