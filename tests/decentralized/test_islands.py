@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
@@ -103,10 +104,42 @@ def islands_of(rank, store, islands, size):
             session.average_()
             assert torch.allclose(flat(model), consensus, atol=1e-6)
             dist.barrier()
+    check_odd_parameters(mesh, inputs, index)
     check_narrow_weights(mesh, inputs)
     check_late_slices(mesh, index)
     check_states(mesh, inputs)
     return found
+
+
+def check_odd_parameters(mesh, inputs, index):
+    """A layer that one rank uses, one that none uses, and one that is frozen at first."""
+    model = network()
+    one, none, frozen = (nn.Linear(6, 3) for _ in range(3))
+    model.extend([nn.ModuleList([one, none, frozen])])
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    with gg.gossip(
+        model, optimizer, bucket_bytes=100, mesh=mesh["gossip"], island=mesh["node"]
+    ) as session:
+        start = none.weight.detach().clone()
+        for step in range(STEPS):
+            x = inputs(step)
+            loss = model[:3](x).square().mean()
+            if index == 0:
+                loss = loss + one(x).square().mean()
+            if step > 3:
+                frozen.requires_grad_(True)
+                loss = loss + frozen(x).square().mean()
+            loss.backward()
+            assert one.weight.grad is not None
+            assert none.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+            check_equal(model, mesh["node"].get_group())
+        # Without a gradient it does not decay; a mean of three equal values rounds.
+        assert torch.allclose(none.weight, start, rtol=1e-5)
+        assert session.stats().averages >= 1  # as the set of trained parameters grew
+        dist.barrier()
 
 
 def check_narrow_weights(mesh, inputs):
