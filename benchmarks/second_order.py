@@ -14,9 +14,9 @@
   DistributedDataParallel, on processes with one thread each over Gloo on loopback: each rank
   computes everything, roots are shared (`gg.share_roots`), or state is sharded (`shard=True`). By
   turns, a window of steps at a time. The state of each rank, the bytes that all ranks send in a
-  step, and the time of a step. The bytes are those of the loopback device: run it in a network
-  namespace of its own, `unshare --net sh -c "ip link set lo up; python ..."`. More processes than
-  cores share them: then the sum of work shows, not its spread.
+  step, and the processor time of a step, of the rank with most: more processes than cores would
+  share them. The bytes are those of the loopback device: run it in a network namespace of its
+  own, `unshare --net sh -c "ip link set lo up; python ..."`.
 
 `pytorch_optimizer` takes part in `loss` and `steps` where it is installed.
 
@@ -355,7 +355,7 @@ def loopback_bytes() -> int:
 
 
 def shared(group: Any, rounds: int) -> dict[str, Any]:
-    """Seconds of steps, bytes of all ranks in a step and bytes of state, by way, of one rank."""
+    """Processor time of steps, bytes of all ranks in a step and of state, by way, of one rank."""
     taking_part = WAYS if group.size() > 1 else WAYS[:1]
     made: dict[str, tuple[nn.Module, Any, Any]] = {}
     for way in taking_part:
@@ -370,16 +370,16 @@ def shared(group: Any, rounds: int) -> dict[str, Any]:
     for turn in range(rounds + 1):
         for way, (model, optimizer, _) in made.items():
             steps = WINDOW if turn else 3
-            before, begin = loopback_bytes(), time.perf_counter()
+            before, begin = loopback_bytes(), time.process_time()
             stepped(model, optimizer, steps, seed=turn)
             optimizer.state_dict()
             group.barrier().wait()
             if turn:
-                seconds[way].append((time.perf_counter() - begin) / steps)
+                seconds[way].append((time.process_time() - begin) / steps)
                 sent[way].append((loopback_bytes() - before) / steps)
     found = {
         way: {
-            "ms": 1e3 * statistics.median(seconds[way]),
+            "processor_ms": 1e3 * statistics.median(seconds[way]),
             "sent_bytes": statistics.median(sent[way]),
             "state_bytes": state_bytes(optimizer),
             "weights": sum(float(p.detach().sum()) for p in model.parameters()),
@@ -404,7 +404,7 @@ def measure_sharing(processes: list[int], rounds: int) -> None:
         ranks = in_processes(count, shared, rounds)
         figures[f"{count} processes"] = {
             way: {
-                "ms": round(max(rank[way]["ms"] for rank in ranks), 1),
+                "processor_ms": round(max(rank[way]["processor_ms"] for rank in ranks), 1),
                 "sent_bytes": round(ranks[0][way]["sent_bytes"]),
                 "state_bytes": [rank[way]["state_bytes"] for rank in ranks],
             }
