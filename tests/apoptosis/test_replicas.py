@@ -273,7 +273,9 @@ def test_sparse_gradients_go_on_and_what_is_carried_over_shrinks(plan):
     assert width <= 10
     assert one[2] == 0
     assert torch.equal(one[0], two[0])
-    assert one[3]["0.weight"] == (width, 6)
+    if plan != "optimal":  # which may find that dense is faster, and has no residuals then
+        assert one[3]["0.weight"] == (width, 6)
+    assert one[3].get("0.weight", (width, 6)) == (width, 6)
 
 
 @pytest.mark.parametrize("backbone", ["ed", "semi-atc-gt"])
