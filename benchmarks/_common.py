@@ -212,7 +212,7 @@ def best_rate(
 
     Example:
         >>> best_rate([1.0, 2.0], lambda rate: abs(rate - 7), 2.0)
-        (8.0, {1.0: 6.0, 2.0: 5.0, 4.0: 3.0, 8.0: 1.0, 16.0: 9.0})
+        (8.0, {1.0: 6.0, 2.0: 5.0, 4.0: 3.0, 8.0: 1.0, 20.0: 13.0})
     """
     tried: dict[float, float] = {}
     most = len(rates) + 6
