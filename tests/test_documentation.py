@@ -20,7 +20,7 @@ import gossipgrad
 from gossipgrad import cli, train
 from gossipgrad.train import TrainConfig
 from support.commands import given
-from support.doors import torchrun_environment
+from support.frameworks import torchrun_environment
 from support.processes import run_processes
 
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ class AnchorSession(Session):
         pull: How far weights and anchors move towards each other after an update.
     """
 
-    door = "anchored"
+    call = "anchored"
 
     def __init__(self, replica, settings, *, pull, **options):
         self.pull = pull
@@ -38,14 +38,16 @@ class AnchorSession(Session):
 
     def _make_flows(self):
         trained, anchors = self.replica.trained, self.anchors  # a flow must not hold the session
-        weights = Flow.deal(
+        weights = Flow.per_device(
             "weights", Phase.NEVER, weight_entries(trained), self.settings, in_consensus=True
         )
         entries = [
             Entry(TensorSpec.of(f"anchor of {name}", p), p, read=lambda name=name: anchors[name])
             for name, p in trained.items()
         ]
-        return weights + Flow.deal("anchors", Phase.ACROSS, entries, self.settings, behind=weights)
+        return weights + Flow.per_device(
+            "anchors", Phase.ACROSS, entries, self.settings, behind=weights
+        )
 
     @torch.no_grad()
     def _after_update(self):
@@ -73,7 +75,7 @@ def anchored(model, optimizer, group, hub, pull=0.2):
         bucket_bytes=64,
     )
     return AnchorSession(
-        Replica(model, [optimizer], door="anchored"),
+        Replica(model, [optimizer], call="anchored"),
         settings,
         pull=pull,
         group=group,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from support.commands import run_here
-from support.doors import EXAMPLES, run_example, torchrun_environment
+from support.frameworks import EXAMPLES, run_example, torchrun_environment
 from support.processes import run_processes
 from support.waiting import until
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from support.doors import needs, run_example, torchrun_environment
+from support.frameworks import needs, run_example, torchrun_environment
 from support.processes import one_by_one, run_processes
 from support.replicas import flat
 

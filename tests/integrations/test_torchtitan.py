@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from support.doors import needs
+from support.frameworks import needs
 from support.processes import run_processes
 
 pytestmark = pytest.mark.process

@@ -146,7 +146,7 @@ def shrink(
         group = resolve_group(process_group, asks="shrink()")
         try:
             replicas = _Replicas(
-                Replica(model, optimizers, door="shrink"), _lockstep(group.world_size), group=group
+                Replica(model, optimizers, call="shrink"), _lockstep(group.world_size), group=group
             )
         except BaseException:
             group.close()
@@ -165,7 +165,7 @@ def shrink(
 class _Replicas(Session):
     """Replicas that are kept equal by other means, or a single one; it sends no tensors."""
 
-    door = "shrink"
+    call = "shrink"
     counts_skipped_steps = False
 
     def _make_flows(self) -> list[Flow]:

@@ -245,16 +245,16 @@ class Group:
 
         By default the source is the lowest member.
         """
-        place = self._place(source)
+        index = self._index_of(source)
         if len(self.members) > 1:
             host = tensor.detach().cpu().contiguous()
             flat = host.reshape(-1).view(torch.uint8)
             options = dist.BroadcastOptions()
-            options.rootRank = place
+            options.rootRank = index
             options.rootTensor = 0
             for chunk in flat.split(_CHUNK_BYTES):
                 self._run(lambda gloo, chunk=chunk: gloo.broadcast([chunk], options))
-            if self.rank != self.members[place]:
+            if self.rank != self.members[index]:
                 tensor.copy_(host)
         return tensor
 
@@ -284,9 +284,9 @@ class Group:
 
     def broadcast_object(self, value: Any, source: int | None = None) -> Any:
         """Return the value of rank `source`, by default the lowest member; a value of JSON."""
-        place = self._place(source)
-        mine = value if self.rank == self.members[place] else None
-        return self.all_gather_object(mine)[place]
+        index = self._index_of(source)
+        mine = value if self.rank == self.members[index] else None
+        return self.all_gather_object(mine)[index]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -386,7 +386,7 @@ class Group:
         of = f"from generation {self.generation} to {newest.generation}"
         return f"the members have moved {of}"
 
-    def _place(self, source: int | None) -> int:
+    def _index_of(self, source: int | None) -> int:
         if source is None:
             return 0
         if source not in self.members:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _SUSPECT_BEATS = 3  # missed at least, by a rank whose link broke
 _LOOK = 0.9  # of an interval is the least time between two looks that count
-_FAREWELL_SECONDS = 1.0
+_LEAVE_SECONDS = 1.0
 _LISTEN_SECONDS = 0.05
 _SLOW_BEATS = 3  # in a row that took over half a lease: steps would wait for every other beat
 _RENEWAL = 2.0  # times `silent_seconds`, the least time between generations of the same ranks
@@ -103,7 +103,7 @@ class MemberWatch(Liveness):
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._leaving = self._stopped = False
-        self._farewell = LEFT
+        self._why_left = LEFT
         self._thread: threading.Thread | None = None
         store.set(self._key(rank), "0")
 
@@ -217,14 +217,14 @@ class MemberWatch(Liveness):
 
     def leave(self, why: str = LEFT) -> None:
         """Record in the store that this rank leaves, unless that takes long; then stop."""
-        self._leaving, self._farewell = True, why
+        self._leaving, self._why_left = True, why
         self.stop()
 
     def stop(self) -> None:
         """End the thread; ranks that watch this one will miss its heartbeats."""
         self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL_SECONDS)
+            self._thread.join(_LEAVE_SECONDS)
 
     # -- what the thread does ---------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class MemberWatch(Liveness):
                 self._wake.wait(max(0.0, interval - took))
         if self._leaving and not broken:
             with contextlib.suppress(RuntimeError):  # then this rank is found silent
-                self._give_up({self._rank: self._farewell}, left=True)
+                self._give_up({self._rank: self._why_left}, left=True)
 
     def _look(self) -> dict[int, str]:
         """Return ranks that have been silent for too long, and the reason."""
@@ -308,9 +308,9 @@ class MemberWatch(Liveness):
     def _watched(self, silent: int) -> list[int]:
         """Return the next living rank, the ranks behind silent ones, and the suspects."""
         living = self.latest.living
-        place = living.index(self._rank)
+        index = living.index(self._rank)
         watched = []
-        for peer in (*living[place + 1 :], *living[:place]):
+        for peer in (*living[index + 1 :], *living[:index]):
             watched.append(peer)
             if peer not in self._seen or self._seen[peer].looks <= silent // 4:
                 break

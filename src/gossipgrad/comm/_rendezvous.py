@@ -86,7 +86,7 @@ class Rendezvous:
         asked, here = self._asked, self._keys("here")
         connect_seconds = _CONNECT_SECONDS + _MEMBER_SECONDS * len(self._members)
         connect = timedelta(seconds=min(connect_seconds, timeout_seconds))
-        place, size = self._members.index(self._rank), len(self._members)
+        index, size = self._members.index(self._rank), len(self._members)
         deadline, soon, pause = Deadline(timeout_seconds), Deadline(LATE_SECONDS), _Pause()
         has_named = False
         if (gave_up := asked.ask(self._arrive, listen=listen)) is not None:
@@ -124,7 +124,7 @@ class Rendezvous:
                 options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
                 options._timeout = connect
                 options._devices = [dist.ProcessGroupGloo.create_device(**{which: interface})]
-            return dist.ProcessGroupGloo(dist.PrefixStore(self._name, store), place, size, options)
+            return dist.ProcessGroupGloo(dist.PrefixStore(self._name, store), index, size, options)
 
         limit = connect.total_seconds() + asked.timeout_seconds
         try:
@@ -246,10 +246,10 @@ class Rendezvous:
     def ended(self, gloo: Any) -> list[int]:
         """Return members whose connections to this rank have ended."""
         ended = []
-        for place, rank in enumerate(self._members):
+        for index, rank in enumerate(self._members):
             if rank != self._rank:
                 try:
-                    gloo.recv([torch.empty(1, device="cpu")], place, _UNUSED_TAG)
+                    gloo.recv([torch.empty(1, device="cpu")], index, _UNUSED_TAG)
                 except RuntimeError:  # immediately on a connection that has ended
                     ended.append(rank)
         return ended
@@ -260,10 +260,10 @@ class Rendezvous:
         Only an expired deadline makes Gloo do so. It does not expire on a connection that is
         already broken, so each is tried.
         """
-        for place, rank in enumerate(self._members):
+        for index, rank in enumerate(self._members):
             if rank != self._rank:
                 with contextlib.suppress(RuntimeError):
-                    receiving = gloo.recv([torch.empty(1, device="cpu")], place, _UNUSED_TAG)
+                    receiving = gloo.recv([torch.empty(1, device="cpu")], index, _UNUSED_TAG)
                     receiving.wait(timedelta(milliseconds=1))
 
     def _keys(self, occasion: str) -> dict[int, str]:

@@ -47,10 +47,10 @@ def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
     named = dict(model.named_parameters())
     known = {id(p) for p in named.values()}
     for number, optimizer in enumerate(optimizers):
-        for place, parameter in enumerate(parameters_of(optimizer)):
+        for index, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) not in known:
                 known.add(id(parameter))
-                named[f"optimizer {number}, parameter {place}"] = parameter
+                named[f"optimizer {number}, parameter {index}"] = parameter
     return named
 
 
@@ -213,14 +213,14 @@ def take_state(optimizer: Optimizer) -> None:
 def _kept_by(
     optimizer: Optimizer, what: str, copy: bool
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    places = {id(parameter): place for place, parameter in enumerate(parameters_of(optimizer))}
+    indices = {id(parameter): index for index, parameter in enumerate(parameters_of(optimizer))}
     kept: list[list[Any]] = []
     named: list[list[Any]] = []
     for key, held in optimizer.state.items():
         if isinstance(key, Tensor):
-            if id(key) in places and held:  # entries of other parameters are unused
+            if id(key) in indices and held:  # entries of other parameters are unused
                 values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
-                kept.append([places[id(key)], values, _on_host(held, key)])
+                kept.append([indices[id(key)], values, _on_host(held, key)])
         elif isinstance(key, str):
             value = plain(held, f"{what} state {key!r}", copy)
             named.append([key, value, _on_host(held, next(parameters_of(optimizer)))])
@@ -246,8 +246,8 @@ def put_back(
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
-    for place, values, on_host in kept:
-        parameter = parameters[place]
+    for index, values, on_host in kept:
+        parameter = parameters[index]
         stays = [path for path in on_host if path != ["step"] or id(parameter) not in on_device]
         optimizer.state[parameter] = _beside(parameter, values, stays)
     for name, value, on_host in named:
@@ -385,8 +385,8 @@ def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
 def _described(shard: Mapping[str, Sequence[int]] | None) -> str:
     if shard is None:
         return "a whole replica"
-    places = [f"{at} of {size} on axis {axis!r}" for axis, (at, size) in shard.items()]
-    return f"shard {' and '.join(places)}"
+    parts = [f"{at} of {size} on axis {axis!r}" for axis, (at, size) in shard.items()]
+    return f"shard {' and '.join(parts)}"
 
 
 def _named(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -403,7 +403,7 @@ def _shard_of(tensors: Iterable[Tensor]) -> dict[str, list[int]] | None:
 
     None if no tensor is sharded; local.
     """
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for tensor in tensors:
         if is_sharded(tensor):
             sharded: Any = tensor  # a DTensor, which is not imported here
@@ -412,5 +412,5 @@ def _shard_of(tensors: Iterable[Tensor]) -> dict[str, list[int]] | None:
             axes = zip(names, sharded.placements, mesh.get_coordinate(), mesh.shape, strict=True)
             for axis, placement, at, size in axes:
                 if size > 1 and not placement.is_replicate():
-                    places[str(axis)] = [at, size]
-    return places or None
+                    positions[str(axis)] = [at, size]
+    return positions or None

@@ -136,7 +136,7 @@ def gossip(
     """
     chosen = check_options(gossip, options)
     optimizers = resolve_optimizers(optimizer)
-    check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
+    check_replica(model, optimizers, call="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     inside = resolve_island(island)
     check_island(inside, mesh or process_group)
@@ -154,7 +154,7 @@ def gossip(
             shared = Island(inside, start_timeout_seconds=start_timeout_seconds)
         with group.limit(start_timeout_seconds):
             return GossipSession(
-                Replica(model, optimizers, door="gossip"),
+                Replica(model, optimizers, call="gossip"),
                 settings,
                 group=group,
                 transport=resolve_transport(transport),

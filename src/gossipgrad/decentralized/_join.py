@@ -95,7 +95,7 @@ def join(
         ValueError: 'run 7' is no address of a run: pass the result of session.join_address()
     """
     optimizers = resolve_optimizers(optimizer)
-    check_replica(model, optimizers, door="join")
+    check_replica(model, optimizers, call="join")
     chosen = check_options(join, options)
     if chosen.heartbeats is None:
         raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
@@ -123,7 +123,7 @@ def join(
         group = Group(store, joiner.rank, joiner.world_size, members=(joiner.rank,))
         try:
             session = GossipSession(
-                Replica(model, optimizers, door="gossip"),
+                Replica(model, optimizers, call="gossip"),
                 settings,
                 group=group,
                 transport=lambda _, largest_bytes: joiner.transport(largest_bytes),

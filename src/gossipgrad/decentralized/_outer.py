@@ -61,14 +61,14 @@ class OuterOptimizer:
         """End a period: set the weights to the outer weights after one step."""
         if self._beta and not self.momentum:
             self.momentum = [torch.zeros_like(bucket.total()) for bucket in buckets]
-        for place, bucket in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             x, y, bucket.anchor = bucket.total(), bucket.anchor, None
             assert y is not None  # `begin` precedes every step
             d = y.sub_(x)
             # y - lr (d + beta m), written from x: with lr 1 and no momentum it is x, bit for bit.
             x.add_(d, alpha=1.0 - self._lr)
             if self._beta:
-                m = self.momentum[place].mul_(self._beta).add_(d)
+                m = self.momentum[index].mul_(self._beta).add_(d)
                 x.add_(m, alpha=-self._lr * self._beta)
             bucket.load(x)
 

@@ -75,7 +75,7 @@ class GossipSession(Session):
             )
         after = isinstance(of.mode, Sync) or isinstance(of.payload, GradientsAndWeights)
         phase = Phase.AFTER_UPDATE if after else Phase.ACROSS
-        flows = Flow.deal(
+        flows = Flow.per_device(
             "weights",
             Phase.NEVER if isinstance(of.payload, Gradients) else phase,
             weight_entries(replica.trained),
@@ -100,7 +100,9 @@ class GossipSession(Session):
                     "it names (SGD with momentum=0 keeps none). Use payload='weights'"
                 )
             every = of.payload.every
-            flows += Flow.deal("state", phase, state, of, behind=flows, every=every, share=share)
+            flows += Flow.per_device(
+                "state", phase, state, of, behind=flows, every=every, share=share
+            )
         if not travels(of.payload, "exp_avg") and any(
             isinstance(optimizer, GossipAdamW) for optimizer in replica.optimizers
         ):
@@ -111,7 +113,7 @@ class GossipSession(Session):
             )
         if isinstance(of.payload, Gradients | GradientsAndWeights):
             gradients = gradient_entries(replica.trained)
-            flows += Flow.deal("gradients", Phase.BEFORE_UPDATE, gradients, of, behind=flows)
+            flows += Flow.per_device("gradients", Phase.BEFORE_UPDATE, gradients, of, behind=flows)
         return flows
 
     @property

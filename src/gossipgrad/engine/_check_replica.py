@@ -64,7 +64,7 @@ def check_replica(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
-    door: str,
+    call: str,
     process_group: object = None,
     mesh: object = None,
     warns: bool = True,
@@ -76,7 +76,7 @@ def check_replica(
     Args:
         model: The model.
         optimizers: The session's optimizers.
-        door: The function that makes the session, for messages.
+        call: The function that makes the session, for messages.
         process_group: The ranks that take part, as given to it.
         mesh: Instead of `process_group`.
         warns: Whether to warn; otherwise the session does when they have gradients.
@@ -98,7 +98,7 @@ def check_replica(
         if (name := _averages_itself(optimizer)) is not None:
             raise ValueError(
                 f"{name} expects gradients or weights that all ranks have averaged, and exchanges "
-                f"with all of them in its step(), which {door}() is there to avoid: each parameter "
+                f"with all of them in its step(), which {call}() is there to avoid: each parameter "
                 "would be trained on the data of one rank. Give the optimizer that it wraps, such "
                 "as torch.optim.AdamW(model.parameters()); to split a model's optimizer state, use "
                 "FSDP2 inside a replica (mesh=...)"
@@ -107,7 +107,7 @@ def check_replica(
     if len(reduced) > 1:
         raise ValueError(
             f"DistributedDataParallel averages the gradients of this model over ranks {reduced}, "
-            f"so {door}() would exchange on top of it, at the cost of both. Give {door}() the "
+            f"so {call}() would exchange on top of it, at the cost of both. Give {call}() the "
             "plain module (model.module), and drop the wrapper or do not wrap at all"
         )
     rest = [
@@ -119,7 +119,7 @@ def check_replica(
         more = f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else ""
         warn(
             f"{len(rest)} parameters of the model need gradients and are in no optimizer given to "
-            f"{door}() ({', '.join(map(repr, rest[:_MOST_NAMED]))}{more}): no rank sends "
+            f"{call}() ({', '.join(map(repr, rest[:_MOST_NAMED]))}{more}): no rank sends "
             "them, so if something else trains them they drift apart. Pass all optimizers as "
             "one sequence, or call requires_grad_(False) on what is not trained"
         )

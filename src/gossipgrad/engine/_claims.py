@@ -19,11 +19,11 @@ class Claim:
     No parameter is in two sessions that exchange it.
 
     Args:
-        door: The function that makes the session, for messages.
+        call: The function that makes the session, for messages.
     """
 
-    def __init__(self, door: str) -> None:
-        self._door = door
+    def __init__(self, call: str) -> None:
+        self._call = call
         self._held: dict[int, weakref.ref[Tensor]] = {}
 
     def take(self, parameters: Mapping[str, Tensor]) -> None:
@@ -53,20 +53,20 @@ class Claim:
     def _conflict(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Return which parameter cannot be in one more session, and why."""
         for other in _others(self):
-            doors = {self._door, other._door}
-            if doors == {"shrink"}:
+            calls = {self._call, other._call}
+            if calls == {"shrink"}:
                 continue
             name = next((name for name, each in parameters.items() if other.has(each)), None)
             if name is not None:
                 why = "both would exchange it in every step"
-                if _ALONE in doors:
+                if _ALONE in calls:
                     why = f"{_ALONE}() keeps replicas equal by itself"
-                one = ", give both optimizers to one session" if len(doors) == 1 else ""
-                if "shrink" in doors:
+                one = ", give both optimizers to one session" if len(calls) == 1 else ""
+                if "shrink" in calls:
                     one = ", pass it as shrink(..., session=session)"
                 return (
-                    f"{name!r} is in an open session of {other._door}(), so "
-                    f"{self._door}() cannot have it, too: {why}. close() the other session "
+                    f"{name!r} is in an open session of {other._call}(), so "
+                    f"{self._call}() cannot have it, too: {why}. close() the other session "
                     f"first{one}, or begin with a new model and optimizer"
                 )
         return None

@@ -516,7 +516,7 @@ class Flow:
         self.pool = SnapshotPool(wire, self.device, snapshots)
 
     @classmethod
-    def deal(
+    def per_device(
         cls,
         name: str,
         phase: Phase,

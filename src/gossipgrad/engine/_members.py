@@ -32,7 +32,7 @@ __all__ = ["Members"]
 
 logger = logging.getLogger(__name__)
 
-_FAREWELL_SECONDS = 2.0
+_LEAVE_SECONDS = 2.0
 _GAVE_UP = f"{LEFT} after it had waited in vain for others in a collective"
 
 
@@ -97,7 +97,7 @@ class Members:
         self.watch = self.liveness = group.ask(watch)
         group.follow(lambda of=self.watch: of.latest, self.name, listen=self._listen)
 
-    def seat(self, rounds: Rounds) -> None:
+    def attach(self, rounds: Rounds) -> None:
         """Give rounds the schedule of the ranks present at the start; local."""
         rounds.schedule = among(self._schedule, self.current.living)
         self._channel = rounds.channel
@@ -252,13 +252,13 @@ class Members:
         """Leave an unclosed session at exit, with a last message to the others."""
         process = os.getpid()
 
-        def farewell() -> None:
+        def leave() -> None:
             if os.getpid() != process:  # a forked child that ends: the session is its parent's
                 return
-            rounds.stop(0.0, _FAREWELL_SECONDS)
+            rounds.stop(0.0, _LEAVE_SECONDS)
             self.end()
 
-        return finalize_early(session, farewell)
+        return finalize_early(session, leave)
 
     def _listen(self) -> None:
         """Notice broken links, so that a rank that a collective waits for is declared dead."""

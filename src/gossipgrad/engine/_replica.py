@@ -27,19 +27,19 @@ class Replica:
     Args:
         model: The model.
         optimizers: In the order in which they step.
-        door: The function that makes the session, for messages.
+        call: The function that makes the session, for messages.
 
     Attributes:
         trained: The parameters that the optimizers train, by name, as of the last `accept`.
         version: How often parameters have got other shapes, or another set is trained.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, door: str) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self.version = 0
         self.trained: dict[str, nn.Parameter] = {}
-        self._claim = Claim(door)
+        self._claim = Claim(call)
         self._owned: list[int] = []
         self._shapes: dict[str, torch.Size] = {}
         self._loaded: list[str] = []

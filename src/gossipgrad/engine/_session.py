@@ -89,7 +89,7 @@ class Session:
         joined_from: For a joiner the rank whose replica it began with, otherwise None.
     """
 
-    door: ClassVar[str] = "gossip"
+    call: ClassVar[str] = "gossip"
     """The function that creates such a session, for messages."""
     unknown_scaler_harm: ClassVar[str] = (
         "a step that the scaler skips will leave this rank's partner waiting"
@@ -128,7 +128,7 @@ class Session:
         self._driver: StepDriver | None = None
         self._hooks: StepHooks | None = None
         self._invitation: Invitation | None = None
-        self._farewell: Any = None
+        self._at_exit: Any = None
         self._watches: list[RemovableHandle] = []
         try:
             self._members = Members(
@@ -143,7 +143,7 @@ class Session:
             raise
         try:
             self._watches = [watch_state_dict(replica.model, self._before_state_dict)]
-            flows = self._deal()
+            flows = self._begin_flows()
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, joiner)
             self._averaging = Averaging(group, replica.model, self._members, self._rounds, island)
@@ -167,7 +167,7 @@ class Session:
                 self._before_step,
                 self._after_step,
                 counts_skipped=self.counts_skipped_steps,
-                door=self.door,
+                call=self.call,
                 harm=self.unknown_scaler_harm,
             )
             if joiner is None:
@@ -179,7 +179,7 @@ class Session:
                 self._members.enter(self._rounds, joiner.joining)
                 self._run.enter(joiner.position, heartbeats.interval_seconds)
                 self.joined_from = joiner.joining.donor
-            group.call = f"a step or a collective of {self.door}()"
+            group.call = f"a step or a collective of {self.call}()"
         except BaseException:
             self._close(wait_seconds=0.0)
             raise
@@ -372,7 +372,7 @@ class Session:
         self._before_loads = None
         self._averaging.enter_collective("broadcast")
         with self._averaging.together(), self.replica.accepting():
-            flows = self._deal()
+            flows = self._begin_flows()
             if self._rounds is not None:
                 self._rounds.cancel()
             self._run.use(flows)
@@ -671,7 +671,7 @@ class Session:
     def _renew(self) -> None:
         """Create the flows of the parameters as they are now; all ranks have met."""
         with self.replica.accepting():
-            self._run.use(self._deal())
+            self._run.use(self._begin_flows())
 
     def _rebuilt(self, gradient_map: Callable[[str, Tensor], Tensor] | None) -> None:
         """Begin with the parameters of `rebuild()`; for families."""
@@ -684,7 +684,7 @@ class Session:
     def _adopt(self) -> None:
         """Continue with the parameters that are trained now; all ranks have met."""
         with self._averaging.together(), self.replica.accepting():
-            self._run.use(self._deal())
+            self._run.use(self._begin_flows())
             self._averaging.average(self.flows)
         self.replica.accept()
         if self._invitation is not None:
@@ -739,7 +739,7 @@ class Session:
         """Return the settings that must be equal on all ranks."""
         return {**self.settings.describe(), "heartbeats": self._heartbeats}
 
-    def _deal(self) -> list[Flow]:
+    def _begin_flows(self) -> list[Flow]:
         """Create the flows, and check that they are the same on all ranks; a collective."""
         replica = self.replica
         replica.reshard()
@@ -777,8 +777,8 @@ class Session:
             island=self._island,
         )
         # At interpreter exit a session that was not closed still sends LEAVE.
-        self._farewell = members.close_at_exit(self, rounds)
-        members.seat(rounds)
+        self._at_exit = members.close_at_exit(self, rounds)
+        members.attach(rounds)
         self._invitation = Invitation(
             self.group,
             members.name,
@@ -855,7 +855,7 @@ class Session:
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
-            raise GossipError(f"the session is closed: call {self.door}() for a new one")
+            raise GossipError(f"the session is closed: call {self.call}() for a new one")
         check_not_in_handler(method)
         if self._in_consensus:
             raise GossipError(
@@ -888,14 +888,14 @@ class Session:
         if os.getpid() != self._process:
             # A forked child: links and group are its parent's, and another thread may have held
             # their locks as it was forked.
-            if self._farewell is not None:
-                self._farewell.detach()
+            if self._at_exit is not None:
+                self._at_exit.detach()
             return
         if self._members.given_up:
             wait_seconds = 0.0  # the others have also cancelled exchanges in flight
         try:
-            if self._farewell is not None:
-                self._farewell.detach()
+            if self._at_exit is not None:
+                self._at_exit.detach()
             if self._rounds is not None:
                 self._rounds.stop(wait_seconds, wait_seconds or 2.0)
         finally:

@@ -41,7 +41,7 @@ class StepHooks:
             step to use.
         after: Called with the optimizer after each step.
         counts_skipped: Whether steps that the scaler skips count.
-        door: The function that created the session, for messages.
+        call: The function that created the session, for messages.
         harm: The consequence of an unknown scaler, for the warning.
     """
 
@@ -53,12 +53,12 @@ class StepHooks:
         after: Callable[[Optimizer], None],
         *,
         counts_skipped: bool = True,
-        door: str,
+        call: str,
         harm: str,
     ) -> None:
         self._optimizers = list(optimizers)
         self._before, self._after = before, after
-        self._door, self._harm = door, harm
+        self._call, self._harm = call, harm
         self._scaler = scaler if counts_skipped else None
         self._knows_scaler = scaler is not None
         self._has_stepped = False
@@ -105,7 +105,7 @@ class StepHooks:
         self._depth[optimizer] = 1
         if not self._knows_scaler:
             self._knows_scaler = True
-            _warn_of_unknown_scaler(self._door, self._harm)
+            _warn_of_unknown_scaler(self._call, self._harm)
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
         closure = self._before(holder, given)
         if closure is given:
@@ -174,7 +174,7 @@ def _calls_of_step(optimizer: Optimizer) -> int:
     return calls
 
 
-def _warn_of_unknown_scaler(door: str, harm: str) -> None:
+def _warn_of_unknown_scaler(call: str, harm: str) -> None:
     """Warn if `torch.amp.GradScaler.step` is among the callers of a step hook."""
     code = torch.amp.GradScaler.step.__code__
     frame = sys._getframe(2)
@@ -184,7 +184,7 @@ def _warn_of_unknown_scaler(door: str, harm: str) -> None:
         if frame.f_code is code:
             warn(
                 "optimizer.step() is called by a GradScaler that the session does not know: "
-                f"{harm}. Pass {door}(..., scaler=scaler)"
+                f"{harm}. Pass {call}(..., scaler=scaler)"
             )
             return
         frame = frame.f_back

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from gossipgrad.engine import Session
-from gossipgrad.integrations._door import Open, end, load_state, open_session, save_state
+from gossipgrad.integrations._sessions import Open, end, load_state, open_session, save_state
 
 __all__ = ["GossipSGD", "check_distributed_type"]
 

@@ -13,7 +13,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from gossipgrad.engine import Session
-from gossipgrad.integrations._door import Open, end, load_state, open_session, path_of, save_state
+from gossipgrad.integrations._sessions import (
+    Open,
+    end,
+    load_state,
+    open_session,
+    path_of,
+    save_state,
+)
 
 __all__ = ["GossipStrategy"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from gossipgrad.engine import Session
-from gossipgrad.integrations._door import Open, open_session
+from gossipgrad.integrations._sessions import Open, open_session
 
 __all__ = ["PostOptimizerBuild", "gossip_spec"]
 

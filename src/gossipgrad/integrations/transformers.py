@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from gossipgrad._messages import warn
 from gossipgrad.engine import Session
-from gossipgrad.integrations._door import Open, end, load_state, open_session, save_state
+from gossipgrad.integrations._sessions import Open, end, load_state, open_session, save_state
 from gossipgrad.integrations.accelerate import check_distributed_type
 
 __all__ = ["GossipCallback"]

@@ -88,7 +88,7 @@ class SudaSession(Session):
     Exchanges that do not depend on the update run in parallel to forward and backward.
     """
 
-    door = "suda"
+    call = "suda"
     settings: SudaSettings  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
@@ -179,7 +179,7 @@ class SudaSession(Session):
                 "the optimizer trains no parameter (all are frozen, or there are none): there is "
                 "nothing to mix"
             )
-        flows = Flow.deal(
+        flows = Flow.per_device(
             "weights", Phase.NEVER, weight_entries(replica.trained), of, in_consensus=True
         )
         if self.world_size == 1:

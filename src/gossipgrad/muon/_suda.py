@@ -127,7 +127,7 @@ def suda(
         SUDA-Muon, arXiv:2604.23980; deviations are numbered in `gossipgrad.muon._reference`.
     """
     optimizers = resolve_optimizers(optimizer)
-    check_replica(model, optimizers, door="suda", process_group=process_group, mesh=mesh)
+    check_replica(model, optimizers, call="suda", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     check_ranks(process_group, mesh)
     if len(optimizers) != 1:
@@ -155,7 +155,7 @@ def suda(
         )
         with group.limit(start_timeout_seconds):
             return SudaSession(
-                Replica(model, optimizers, door="suda"),
+                Replica(model, optimizers, call="suda"),
                 settings,
                 group=group,
                 transport=links,

@@ -145,7 +145,7 @@ class Plan:
         times, counts, known = checked_step(backward_seconds, sizes, methods)
         if (tensors := self.groups[-1].stop) != len(counts):
             raise ValueError(
-                f"a plan for {tensors} tensors, but there are {len(counts)}: make one anew"
+                f"a plan for {tensors} tensors, but there are {len(counts)}: make a new one"
             )
         unknown = {group.method for group in self.groups} - known.keys()
         if unknown:
@@ -180,7 +180,7 @@ class Plan:
         if value.get("version") != _VERSION:
             raise ValueError(
                 f"a plan of version {value.get('version')!r}, this reads version {_VERSION}: make "
-                "it anew"
+                "a new one"
             )
         rest = {key: of for key, of in value.items() if key not in ("format", "version", "groups")}
         rest["names"] = tuple(rest.get("names", ()))

@@ -134,7 +134,7 @@ class Replicas:
         return torch.stack(losses)
 
     def _gradient(self, name: str) -> Tensor:
-        """Where the gradients of all replicas go: made anew if the user set it to None."""
+        """Where the gradients of all replicas go: made again if the user set it to None."""
         parameter = self.parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

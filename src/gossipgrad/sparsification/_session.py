@@ -47,7 +47,7 @@ class SparseSession(Session):
     """
 
     settings: Settings  # pyrefly: ignore[bad-override-mutable-attribute]
-    door = "sparsify"
+    call = "sparsify"
     unknown_scaler_harm = "residuals carry gradients over into steps with another scale"
     counts_skipped_steps = False
 

@@ -139,7 +139,7 @@ def sparsify(
     check_replica(
         model,
         optimizers,
-        door="sparsify",
+        call="sparsify",
         process_group=process_group,
         mesh=mesh,
         warns=False,
@@ -167,7 +167,7 @@ def sparsify(
             )
         if group.world_size == 1 and clip_norm:
             warn(f"clip_norm={clip_norm} does nothing with one rank: use clip_grad_norm_")
-        replica = Replica(model, optimizers, door=SparseSession.door)
+        replica = Replica(model, optimizers, call=SparseSession.call)
         return SparseSession(replica, settings, group=group, scaler=scaler, recorder=recorder)
     except BaseException:
         group.close()
