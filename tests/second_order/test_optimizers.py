@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -349,3 +350,42 @@ def test_parameters_that_are_none_are_refused(cls):
     cls(parameters)
     with pytest.raises(ValueError, match="once"):
         cls(parameters)  # the iterator is at its end
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(50, 8)
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.lm_head = nn.Linear(8, 50)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "KLShampoo", "Shampoo"])
+def test_names_tell_embeddings_and_what_cannot_be_told_is_warned_of(name):
+    make, model = getattr(gg, name), Words()
+    with pytest.warns(UserWarning, match="embeddings"):
+        make([model.embed_tokens.weight, model.lm_head.weight, model.lm_head.bias])
+    with pytest.warns(UserWarning, match="convolutions"):
+        optimizer = make(model.named_parameters())
+    found = {n: g["role"] for g in optimizer.param_groups for n in g["param_names"]}
+    matrices = {n for n, role in found.items() if role != "adamw"}
+    assert matrices == {"lm_head.weight"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(model)
+        make(model.lm_head.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"shampoo_beta": "x"}, {"damping": "x"}, {"eps": "x"}, {"damping": True}]
+)
+def test_settings_that_are_no_numbers_are_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        gg.Shampoo(nn.Linear(4, 3), **wrong)
+
+
+def test_eigenvalues_by_lapack_are_computed_on_the_host():
+    assert gg.Shampoo(nn.Linear(4, 3), root_method="eigh").refresh.where == "host"
+    group = {"params": [nn.Linear(4, 3).weight], "role": "shampoo", "root_method": "eigh"}
+    assert gg.Shampoo([group]).refresh.where == "host"

@@ -1,7 +1,10 @@
 """When roots are computed and used: their steps, failures, repetition, and where."""
 
+import contextlib
 import copy
+import multiprocessing
 import os
+import sys
 import threading
 import warnings
 from itertools import pairwise
@@ -74,6 +77,8 @@ def test_where_training_takes_all_cores_the_step_computes_what_is_used_as_late()
         for key, steps in expected.items():
             assert found[key] == [step + 2 for step in steps if step + 2 < 16]
         assert set(threading.enumerate()) <= before
+        assert late.refresh_stats.in_step == late.refresh_stats.refreshes - 6
+        assert exact.refresh_stats.in_step == 0
     finally:
         torch.set_num_threads(threads)
     late.close()
@@ -326,3 +331,95 @@ def test_bases_and_roots_in_half_the_memory_train_alike(name, where):
 def test_settings_outside_their_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{[*settings][-1]}="):
         gg.Refresh(**settings)
+
+
+@pytest.fixture
+def free_cores(monkeypatch):
+    """More cores than threads of torch, which are two."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Held:
+    """A recorder that holds workers until `release`, and says how many threads torch gives them."""
+
+    def __init__(self, release):
+        self.release, self.threads = release, set()
+
+    def span(self, name, start, end, **_):
+        if threading.current_thread() is not threading.main_thread():
+            self.threads.add(torch.get_num_threads())
+            self.release()
+        elif name == "wait for root":
+            raise KeyboardInterrupt
+
+
+def until_main_waits():
+    """Return when the main thread waits for the result of a future."""
+    main, names = threading.main_thread().ident, []
+    while names != ["wait", "exception"]:
+        frame = sys._current_frames()[main]
+        names = [each.f_code.co_name for each in (frame, frame.f_back) if each]
+
+
+def test_an_interrupted_wait_for_a_root_keeps_it(free_cores):
+    model = nn.Linear(6, 3)
+    late = gg.Shampoo(model, refresh=gg.Refresh(4, 4))
+    late.refresher.recorder = Held(until_main_waits)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, late, range(40))
+    late.refresher.recorder = None
+    waiting = [
+        value
+        for state in late.state_dict()["state"].values()
+        for name, value in state.items()
+        if name.startswith("next_") and value.any()
+    ]
+    assert len(waiting) == late.refresh_stats.refreshes - 2
+    late.close()
+
+
+def test_a_worker_leaves_the_threads_of_others_as_they_are(free_cores):
+    recorder, found = Held(lambda: None), []
+    optimizer = gg.Shampoo(model := network(), refresh=gg.Refresh(4, 2))
+    optimizer.refresher.recorder = recorder
+    with contextlib.suppress(KeyboardInterrupt):
+        train(model, optimizer, range(12))
+    optimizer.close()
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert recorder.threads == {1}
+    assert found == [torch.get_num_threads()] == [2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_computes_the_roots_of_its_steps(free_cores):
+    torch.set_num_threads(1)  # OpenMP's own threads do not survive a fork either
+    released = threading.Event()
+    model = network()
+    optimizer = gg.Shampoo(model, refresh=gg.Refresh(4, 4))
+    optimizer.refresher.recorder = Held(released.wait)
+    train(model, optimizer, range(4))  # roots wait, and none is used yet
+    forks = multiprocessing.get_context("fork")
+    queue = forks.SimpleQueue()
+
+    def child():
+        optimizer.refresher.recorder = None
+        queue.put([w.tolist() for w in train(model, optimizer, range(4, 12))])
+        optimizer.close()
+
+    process = forks.Process(target=child)
+    process.start()
+    process.join(HANG_SECONDS)
+    is_alive = process.is_alive()
+    process.kill()
+    released.set()
+    optimizer.refresher.recorder = None
+    assert not is_alive
+    expected = [w.tolist() for w in train(model, optimizer, range(4, 12))]
+    assert queue.get() == expected
+    optimizer.close()

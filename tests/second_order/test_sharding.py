@@ -151,6 +151,18 @@ def test_shards_of_fsdp_are_saved_and_loaded_each_under_its_own_name(tmp_path):
     assert first == second
 
 
+def test_gossip_refuses_an_optimizer_whose_state_is_sharded():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = nn.Linear(4, 3)
+        optimizer = gg.SOAP(model)
+        gg.share_roots(optimizer, shard=True)
+        with pytest.raises(ValueError, match="shard=True"):
+            gg.gossip(model, optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_single_process_and_an_optimizer_with_state_are_refused():
     model = nn.Linear(4, 3)
     optimizer = gg.SOAP(model)

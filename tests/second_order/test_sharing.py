@@ -207,7 +207,8 @@ def test_a_root_of_other_parameters_is_not_used():
                 optimizer.step()
             return [layer.weight.detach().clone() for layer in layers]
 
-    found = on_ranks(2, rank_main)[1]
+    with pytest.warns(UserWarning, match="not shared"):
+        found = on_ranks(2, rank_main)[1]
     assert all(map(torch.equal, found, rank_main(1, None, {}, shares=False)))
 
 

@@ -16,7 +16,7 @@ from gossipgrad.comm import local, widened
 from gossipgrad.optim._finite import parameters_to_update
 from gossipgrad.optim._roles import ADAMW, choose_roles, is_named_hidden
 
-__all__ = ["MatrixOptimizer", "Parameters"]
+__all__ = ["MatrixOptimizer", "Parameters", "is_number"]
 
 Parameters = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]] | Iterable[tuple[str, Any]]
 _ALL: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
@@ -300,21 +300,35 @@ class MatrixOptimizer(Optimizer):
         for one in held:
             tensor = one[1] if isinstance(one, tuple) else one
             is_matrix = isinstance(tensor, Tensor) and tensor.ndim == 2  # torch refuses the rest
-            if is_matrix and isinstance(one, tuple) and not self.with_head:
-                is_matrix = is_named_hidden(one[0])
+            if is_matrix and isinstance(one, tuple):
+                is_matrix = is_named_hidden(one[0], with_head=self.with_head)
             split[self.role if is_matrix else ADAMW].append(one)
         has_names = any(isinstance(one, tuple) for one in held)
-        if all(split.values()) and not (has_names or self.with_head):
+        if all(split.values()) and not has_names:
             warn(
                 f"gg.{type(self).__name__} cannot tell embeddings and heads among tensors without "
                 f"names: all {len(split[self.role])} matrices get the role {self.role!r}. Give the "
                 "model itself, model.named_parameters(), or groups with a 'role'"
+            )
+        others = [one[1] if isinstance(one, tuple) else one for one in split[ADAMW]]
+        tensors = [each for each in others if isinstance(each, Tensor)]
+        kernels = sum(each.ndim > 2 and min(each.shape[:2]) > 1 for each in tensors)
+        if kernels and self.with_head:
+            warn(
+                f"gg.{type(self).__name__} cannot tell kernels of convolutions without the model: "
+                f"AdamW updates {kernels} tensors of more than two dimensions. Give the model "
+                "itself, or groups with a 'role'"
             )
         found = [{**shared, "params": each, "role": role} for role, each in split.items() if each]
         return found or [{**group, "role": self.role}]
 
 
 _OF_ONE_GROUP = ("params", "param_names", "layouts", "initial_lr")
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a number, of Python."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
@@ -333,9 +347,9 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 def _check_adam(group: Mapping[str, Any]) -> None:
     betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 1.0)
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
-    if not (is_pair and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
+    if not (is_pair and all(is_number(b) and 0 <= b < 1 for b in betas)):
         raise ValueError(f"betas={betas!r} must be two numbers from 0 to below 1")
-    if not 0 < eps < math.inf:
+    if not (is_number(eps) and 0 < eps < math.inf):
         raise ValueError(f"eps={eps!r} must be a positive number: it keeps AdamW from 0 / 0")
 
 

@@ -143,13 +143,12 @@ def choose_roles(
     return roles | dict.fromkeys(chosen, role) | dict.fromkeys(chosen_adamw, ADAMW)
 
 
-def is_named_hidden(name: str) -> bool:
+def is_named_hidden(name: str, *, with_head: bool = False) -> bool:
     """Whether a matrix of which only the name is known is neither an embedding nor a head."""
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
-    return not (
-        _EMBEDDINGS.search(module) or _HEADS.search(module) or _NO_MATRICES.search(leaf.lower())
-    )
+    is_head = not with_head and _HEADS.search(module)
+    return not (_EMBEDDINGS.search(module) or is_head or _NO_MATRICES.search(leaf.lower()))
 
 
 def fitting(named: Iterable[str], patterns: Iterable[str], argument: str) -> set[str]:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from gossipgrad.comm import local, widened
 from gossipgrad.errors import GossipError
-from gossipgrad.optim import ADAMW, MatrixOptimizer, Parameters, finite_flags, warn_of_nonfinite
+from gossipgrad.optim import (
+    ADAMW,
+    MatrixOptimizer,
+    Parameters,
+    finite_flags,
+    is_number,
+    warn_of_nonfinite,
+)
 from gossipgrad.second_order._blocks import Unit, make_units
 from gossipgrad.second_order._refresh import (
     Job,
@@ -53,8 +60,8 @@ class SecondOrder(MatrixOptimizer):
     as zero, and the weights of its parameter stay as they are.
 
     `state` has a parameter's number of steps, and views of the stacked tensors of its blocks, as
-    `"NAME.NUMBER"`. `state_dict()` copies nothing. With a delay it has the roots that wait to be
-    used, too, zeros where none does, so that a run which loads it continues bit for bit.
+    `"NAME.NUMBER"`. `state_dict()` copies none of them. With a delay it has the roots that wait to
+    be used, too, new zeros where none does, so that a run which loads it continues bit for bit.
 
     Args: as those of `gg.SOAP`, with `settings` of groups of matrices, `"max_dim"` among them, and
     `adamw_settings` of groups of the rest.
@@ -150,7 +157,7 @@ class SecondOrder(MatrixOptimizer):
         max_dim, beta = group["max_dim"], group.get("shampoo_beta")
         if isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1:
             raise ValueError(f"max_dim={max_dim!r} must be a whole number from 1")
-        if beta is not None and not 0 <= beta < 1:
+        if beta is not None and not (is_number(beta) and 0 <= beta < 1):
             raise ValueError(f"shampoo_beta={beta!r} must be a number from 0 to below 1, or None")
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
@@ -278,7 +285,7 @@ class SecondOrder(MatrixOptimizer):
         """End threads, after the roots that they compute; a later step starts new ones."""
         for unit in self._units:
             for job in unit.jobs.values():
-                job.exception()
+                self.refresher.wait(job)
         self.refresher.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,7 +338,8 @@ class SecondOrder(MatrixOptimizer):
         for side, (factor, root) in enumerate(zip(FACTORS, self.roots, strict=True)):
             phase = unit.phases[side]
             if side in unit.jobs and is_used(call, phase, policy):
-                self._use_root(unit, side, unit.jobs.pop(side))
+                self._use_root(unit, side, unit.jobs[side])
+                del unit.jobs[side]  # not before: Ctrl-C while it waits keeps the root
             if not is_due(call, phase, policy):
                 continue
             find = self.find_roots(unit, group)

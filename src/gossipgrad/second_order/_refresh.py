@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Refresh:
 
     Matrices are cut into blocks, and equal blocks are stacked. The left and the right factors of a
     stack are each a unit. Units are spread over a window of `every` steps, in order, so that each
-    step has an equal share of the cost. The first roots of all are computed in the first step.
+    step has an equal share of the cost. The first roots of all are computed in the first step
+    (the second with SOAP and KL-Shampoo).
 
     A root is used from exactly `delay` steps after the copy of its factor, so that a run repeats
     bit for bit, and all ranks change roots in the same step. If it is not ready by then, the step
@@ -58,7 +60,7 @@ class Refresh:
         workers: Threads with `where="host"`, at least 1; each computes on one core. Where torch's
             threads, of all ranks of a machine, take all cores, a worker would only hold some of
             them up: then the step computes the root, which is used `delay` steps later all the
-            same.
+            same (`optimizer.refresh_stats.in_step` counts). So does a forked child.
         where: `"device"`: on a stream of its own beside training; the host never waits, a late root
             holds the device up. `"host"`: in worker threads, from pinned copies. `"auto"`:
             `"device"` for parameters on an accelerator, else `"host"`.
@@ -94,12 +96,15 @@ class RefreshStats:
         refreshes: Number of computed roots of units.
         failed: Number of blocks whose root failed or was not finite, and which kept the old one.
             On an accelerator it is some steps old.
+        in_step: Number of roots that have a delay, and which the step itself computed, since
+            torch's threads take all cores: there a delay only makes roots older.
         waits: How often a step waited for a worker thread or another rank.
         waited_seconds: Total time of these waits.
     """
 
     refreshes: int = 0
     failed: int = 0
+    in_step: int = 0
     waits: int = 0
     waited_seconds: float = 0.0
 
@@ -139,6 +144,10 @@ class Refresher:
         self.share: Share | None = None
         self.recorder: Recorder | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._process = 0  # the one whose threads are in the pool
+        self._given: weakref.WeakKeyDictionary[Job, Callable[[], Ready]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._sides: dict[torch.device, tuple[SideStream, LateCount]] = {}
         self._on_host_failed = 0
         self._error: Exception | None = None
@@ -160,14 +169,16 @@ class Refresher:
         else:
             compute = partial(self._on_host, *self._copies(work, copy=not is_now), unit, step)
             is_beside = not is_now and (device.type != "cpu" or _has_free_core())
-            run = partial(self._workers().submit if is_beside else _now, compute)
+            is_beside = is_beside and not self._is_forked()
+            self.stats.in_step += not (is_now or is_beside)
+            run = partial(self._submit if is_beside else _now, compute)
         return run() if self.share is None or is_first else self.share(unit, run)
 
     def finish(self, job: Job, device: torch.device) -> Value:
         """Return a job's value on a device; wait for it if it is not there."""
         if not job.done():
             start = time.perf_counter()
-            job.exception()
+            job = self.wait(job)
             end = time.perf_counter()
             self.stats.waits += 1
             self.stats.waited_seconds += end - start
@@ -179,17 +190,31 @@ class Refresher:
         self._look_at_failures()
         return tuple(each.to(device, non_blocking=True) for each in value)
 
+    def wait(self, job: Job) -> Job:
+        """Return the job, or one of the same result, when it has ended."""
+        compute = self._given.get(job)
+        if compute is not None and not job.done() and self._is_forked():
+            return _now(compute)
+        job.exception()
+        return job
+
     def close(self) -> None:
         """End the threads, after the roots that they compute. May be called twice."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
-    def _workers(self) -> ThreadPoolExecutor:
+    def _submit(self, compute: Callable[[], Ready]) -> Job:
         if self._pool is None:
-            name = "gossipgrad-roots"
+            name, self._process = "gossipgrad-roots", os.getpid()
             self._pool = ThreadPoolExecutor(self.policy.workers, name, _one_core_behind_training)
-        return self._pool
+        job = self._pool.submit(compute)
+        self._given[job] = compute
+        return job
+
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child of the process that has the threads."""
+        return self._pool is not None and self._process != os.getpid()
 
     def _side_of(self, device: torch.device) -> tuple[SideStream, LateCount]:
         if device not in self._sides:
@@ -298,7 +323,12 @@ def _has_free_core() -> bool:
 
 
 def _one_core_behind_training() -> None:
-    torch.set_num_threads(1)  # of this thread alone
+    # It sets this thread's number, and that of threads which start later. Another thread restores
+    # the latter: in this one it would set both.
+    restore = threading.Thread(target=torch.set_num_threads, args=(torch.get_num_threads(),))
+    torch.set_num_threads(1)
+    restore.start()
+    restore.join()
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()  # on Linux each thread has its own priority
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossipgrad.optim import Parameters
+from gossipgrad.optim import Parameters, is_number
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import FACTORS, SecondOrder, factor_beta
 from gossipgrad.second_order._refresh import Refresh, Value
@@ -36,7 +37,7 @@ class Shampoo(SecondOrder):
     correction. Roots are computed when `refresh` says so, from the factors of the same step.
 
     Blocks, state and DTensors are as in `gg.SOAP`: $2 m n$ of moments ($m n$ without grafting),
-    $m (m + 1) / 2 + n (n + 1) / 2$ of factors and $m^2 + n^2$ of roots for an m x n block.
+    about $5 / 8 (m^2 + n^2)$ of factors and $m^2 + n^2$ of roots for an m x n block.
 
     Args:
         params: See `gg.SOAP`; the role is `"shampoo"`.
@@ -46,9 +47,9 @@ class Shampoo(SecondOrder):
         damping: Added to all eigenvalues of a factor, times the largest one.
         graft: `"adam"`, or `"none"`: use D itself.
         root_method: `"newton"`, coupled Newton iterations; `"newton-db"`, coupled square roots,
-            with more products and more digits; `"eigh"`, LAPACK's eigenvalues, for roots computed
-            on the host; or `"auto"`: `"eigh"` there, else `"newton"`. Products are in fp32,
-            whatever `torch.set_float32_matmul_precision` says.
+            with more products and more digits; `"eigh"`, LAPACK's eigenvalues, which makes
+            `where="auto"` the host; or `"auto"`: `"eigh"` on the host, else `"newton"`. Products
+            are in fp32, whatever `torch.set_float32_matmul_precision` says.
         eps: Adam's eps, also of AdamW.
         weight_decay: Decoupled weight decay of all parameters.
         max_dim: Largest dimension of blocks, at least 1.
@@ -111,11 +112,13 @@ class Shampoo(SecondOrder):
     def check_group(self, group: dict[str, Any]) -> None:
         """See the base."""
         super().check_group(group)
-        if not 0 < group["damping"] < math.inf:
+        if not (is_number(group["damping"]) and 0 < group["damping"] < math.inf):
             raise ValueError(f"damping={group['damping']!r} must be a positive number")
         for name, known in (("graft", _GRAFTS), ("root_method", ("auto", *ROOTS))):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
+        if group["root_method"] == "eigh" and self.refresh.where == "auto":
+            self.refresh = self.refresher.policy = replace(self.refresh, where="host")
         if group["root_method"] == "eigh" and self.refresh.where == "device":
             raise ValueError(
                 'root_method="eigh" would make the device wait for the host: give "newton", or '

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gossipgrad._messages import warn
 from gossipgrad.comm import (
     Channel,
     Group,
@@ -83,7 +84,8 @@ def share_roots(
 
     Returns:
         The sharing, which ends with `close()` or a `with` statement; afterwards each rank computes
-        all roots. With `shard=True` it holds until the optimizer is closed.
+        all roots. With `shard=True` it holds for the life of the optimizer, which its `close()`
+        does not end.
 
     Raises:
         ValueError: For invalid settings, or another optimizer.
@@ -189,7 +191,7 @@ class RootSharing:
         self._awaited: dict[int, _Awaited] = {}
         self._to_send: list[tuple[int, int, Ready]] = []
         self._late: dict[int, int] = {}  # by rank, the version of its late root
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         group.barrier()  # all ranks have a mailbox before the first mail arrives
         self._thread = threading.Thread(
             target=_listen, args=(weakref.ref(self),), name="gossipgrad-share-roots", daemon=True
@@ -210,6 +212,15 @@ class RootSharing:
             optimizer.plan()[unit // 2]
         )
         if self._is_closed or not is_planned:
+            if not (self._is_closed or self._has_warned):
+                self._has_warned = True
+                shape = optimizer.plan()[unit // 2].shape
+                warn(
+                    f"roots of unit {unit} (blocks of shape {shape}) are not shared, as its layers "
+                    "are not those of share_roots(): each rank computes them. This is said once; "
+                    "call share_roots() when all layers that will be trained require gradients, "
+                    "and after load_state_dict()"
+                )
             return self._compute(run)
         # Not the step: with the state of an earlier one, versions would come a second time.
         version = self._versions[unit]

@@ -36,15 +36,15 @@ class SOAP(Eigenbasis):
 
     Matrices are split into blocks of at most `max_dim` x `max_dim`, and convolution kernels
     flattened to one row per output; equal blocks are multiplied together. State is in fp32 (float64
-    for float64 parameters): $2 m n$ of moments, $m (m + 1) / 2 + n (n + 1) / 2$ of factors and $m^2
-    + n^2$ of bases for an m x n block. A DTensor (FSDP2) is split into blocks of each rank's shard,
-    which needs no communication, but differs from the result on one rank.
+    for float64 parameters): $2 m n$ of moments, about $5 / 8 (m^2 + n^2)$ of factors and
+    $m^2 + n^2$ of bases for an m x n block. A DTensor (FSDP2) is split into blocks of each rank's
+    shard, which needs no communication, but differs from the result on one rank.
 
     Args:
         params: The model, whose parameters are chosen by `matrices` and `adamw`, the type of their
             module, and their shape (see Note). Or the usual tensors, `(name, tensor)` pairs or
-            groups, of which SOAP updates matrices, except in groups with a `"role"`, `"soap"` or
-            `"adamw"`.
+            groups, of which SOAP updates matrices whose names are not those of embeddings (all, and
+            it warns, if they have none), except in groups with a `"role"`, `"soap"` or `"adamw"`.
         lr: Learning rate of all parameters.
         betas: $b_1$ and $b_2$, also of AdamW.
         shampoo_beta: $b$; None: $b_2$.
