@@ -103,10 +103,10 @@ def check_replica(
                 "as torch.optim.AdamW(model.parameters()); to split a model's optimizer state, use "
                 "FSDP2 inside a replica (mesh=...)"
             )
-        if door in ("gossip", "join") and getattr(optimizer, "sharding", None) is not None:
+        if call in ("gossip", "join") and getattr(optimizer, "sharding", None) is not None:
             raise ValueError(
                 f"share_roots(shard=True) sends one rank's weights to all, so it is for equal "
-                f"replicas (DistributedDataParallel), and {door}() has replicas that differ: call "
+                f"replicas (DistributedDataParallel), and {call}() has replicas that differ: call "
                 "share_roots(optimizer) without shard=True"
             )
     reduced = _reduced_over(own, process_group, mesh)
