@@ -176,8 +176,9 @@ def _by_gram_matrices(
             _symmetric(x, x.T, gram)
             norm = None
             if begin == 0:
-                norm = gram.trace().sqrt_().clamp_(min=_TINY)
-                gram.div_(norm.square())
+                square = gram.trace().clamp_(min=1.0)  # as the largest element is 1, or all are 0
+                norm = square.sqrt()
+                gram.div_(square)
             for step, (a, b, c) in enumerate(steps, 1):
                 _symmetric(gram, gram, p, plus=gram, beta=b, alpha=c)
                 p.diagonal().add_(a)
