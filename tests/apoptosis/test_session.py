@@ -327,3 +327,15 @@ def test_the_budget_goes_where_a_step_gets_fastest_and_widths_are_rounded():
             assert {width % 8 for width in kept.values()} <= {0}
     assert is_first
     assert kept == {"large.0": 16, "small.0": 16}
+
+
+def test_layers_of_which_muon_polarises_parts_stay():
+    """Their parts would change in size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+    for split, stays in (({}, False), ({"2": 4}, True)):
+        optimizer = gg.Muon(model, split=split)
+        with gg.shrink(model, optimizer, example_input=torch.zeros(2, 8)) as session:
+            assert ("gg.Muon" in session.describe()) is stays

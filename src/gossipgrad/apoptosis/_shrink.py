@@ -202,8 +202,12 @@ def _found(model: nn.Module, example_input: Any, groups: Sequence[Neurons] | Non
 
 
 def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
-    """Refuse layers of which a parameter is frozen, or in no optimizer that is passed."""
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    """Refuse layers with a parameter that is frozen, in no optimizer, or in parts in `gg.Muon`."""
+    held, in_parts = set(), set()
+    for group in (group for o in optimizers for group in o.param_groups):
+        held |= {*map(id, group["params"])}
+        layouts = zip(group["params"], group.get("layouts", ()), strict=False)
+        in_parts |= {id(p) for p, (_, parts) in layouts if parts != 1}
     reasons = {}
     for each in found.neurons:
         parameters = list(each.parameters(model))
@@ -211,4 +215,6 @@ def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             reasons[each.name] = "no optimizer that is passed trains all of its parameters"
         elif not all(p.requires_grad for p in parameters):
             reasons[each.name] = "parameters of it are frozen"
+        elif any(id(p) in in_parts for p in parameters):
+            reasons[each.name] = "gg.Muon polarises parts of it (split=, groups of a convolution)"
     return found.without(reasons)
