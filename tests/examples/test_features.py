@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 TOGETHER = (  # in the same processes, one after the other
     *("loop", "from_ddp", "full_loop", "evaluate_and_save", "resume", "resume", "local_steps"),
-    *("fsdp2", "gan", "muon", "soap", "sparse", "shrink"),
+    *("gan", "muon", "soap", "sparse", "shrink"),
 )
 
 
@@ -24,28 +24,32 @@ def accuracies(text):
     return [float(found) / 100 for found in re.findall(r"(\d+\.\d+)%", text)]
 
 
-def all_in_one_process(rank, store, ports, folder):
+def in_one_process(rank, store, world_size, names, ports, folder):
     torch.set_num_threads(1)
     printed = []
-    for name, port in zip(TOGETHER, ports, strict=True):
-        torchrun_environment(rank, port, world_size=4)
+    for name, port in zip(names, ports, strict=True):
+        torchrun_environment(rank, port, world_size)
         printed.append(run_example(rank, store, f"{name}.py", folder))
         if dist.is_initialized():
             dist.destroy_process_group()
     return printed
 
 
+def run_all(world_size, names, folder):
+    """What rank 0 has printed in each example."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in names]
+    ports = [store.port for store in stores]
+    first, *others = run_processes(
+        world_size, in_one_process, world_size, names, ports, folder, grouped=False
+    )
+    assert not any(text for other in others for text in other), "one rank prints"
+    return first
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What rank 0 has printed in each example."""
-    stores = [
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in TOGETHER
-    ]
-    ports = [store.port for store in stores]
-    folder = tmp_path_factory.mktemp("examples")
-    first, *others = run_processes(4, all_in_one_process, ports, folder, grouped=False)
-    assert not any(text for other in others for text in other), "one rank speaks"
-    return dict(zip([f"{name}{n}" for n, name in enumerate(TOGETHER)], first, strict=True))
+    found = run_all(2, TOGETHER, tmp_path_factory.mktemp("examples"))
+    return dict(zip([f"{name}{n}" for n, name in enumerate(TOGETHER)], found, strict=True))
 
 
 @pytest.mark.parametrize("name", [f"{name}{n}" for n, name in enumerate(TOGETHER)])
@@ -55,6 +59,11 @@ def test_an_example_learns(printed, name):
         assert all(abs(float(a) - float(b)) < 1 for a, b in zip(made, real, strict=True))
     else:
         assert accuracies(printed[name])[0] > 0.8, printed[name]
+
+
+def test_shards_of_two_replicas_learn(tmp_path):
+    (text,) = run_all(4, ["fsdp2"], tmp_path)
+    assert accuracies(text)[0] > 0.8
 
 
 def test_a_resumed_example_continues(printed):
