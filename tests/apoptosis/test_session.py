@@ -124,6 +124,7 @@ def test_plan_and_apply_are_two_steps_and_copies_follow(tmp_path):
         train(model, optimizer, batches(3))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own compiler
 def test_compiled_code_follows_more_often_than_it_may_be_compiled():
     model, shapes = network(), []
 

@@ -10,6 +10,9 @@ from torch import nn
 
 import gossipgrad as gg
 
+# Bare tensors suffice for these tests.
+pytestmark = pytest.mark.filterwarnings("ignore:gg.")
+
 ALL = ("SOAP", "KLShampoo", "Shampoo")
 each = pytest.mark.parametrize("cls", [getattr(gg, name) for name in ALL], ids=ALL)
 

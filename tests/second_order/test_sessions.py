@@ -10,6 +10,9 @@ import gossipgrad as gg
 from gossipgrad.comm import Hub, load_replica, replica_state
 from support.ranks import run_ranks
 
+# Bare tensors suffice for these tests.
+pytestmark = pytest.mark.filterwarnings("ignore:gg.")
+
 KINDS = [gg.SOAP, gg.KLShampoo, gg.Shampoo]
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
