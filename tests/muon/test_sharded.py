@@ -107,11 +107,7 @@ def shared_by_rows(rank, store, world_size):
 
 def shared_by_copies(rank, store, world_size):
     model = nn.parallel.DistributedDataParallel(shapes_model())
-    options = OPTIONS | {
-        "split": {"module.layers.1": (100, 50)},
-        "muon": ["module.layers.*.weight"],
-    }
-    step_by(gg.Muon(model, **options), list(model.parameters()), lambda p, grad: grad)
+    step_by(gg.Muon(model, **OPTIONS), list(model.parameters()), lambda p, grad: grad)
     return [p.detach().tolist() for p in model.parameters()]
 
 

@@ -20,9 +20,7 @@ Count = int | float | np.ndarray  # of one choice, or of several
 _PER_OUTPUT = 32  # BatchNorm, ReLU and their gradients take as long as about 40 multiplications
 _MOST_COUNTS = 32
 _NOTHING = 1e-9  # an error that is rounding
-_LEAST = (
-    0.25  # of a step's time that a unit of error has to save: the rest of a budget is not spent
-)
+_LEAST = 0.25  # share of a step that a unit of error has to save; else the budget is not spent
 
 
 def unit_of(neurons: Neurons, round_to: int) -> int:

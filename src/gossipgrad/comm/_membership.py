@@ -66,7 +66,6 @@ class Membership:
         gone: The ranks that no longer take part, and why.
         joined: The ranks that joined after the start, living or not; their numbers are above those
             of the start, and none is used twice.
-
         joining: The ranks that wait for a replica, the last 32; they are no members yet.
 
     A record holds the last 32 joiners that are gone; `remembering` keeps more.

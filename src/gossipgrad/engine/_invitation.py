@@ -6,10 +6,10 @@
                                        └── all read it at a heartbeat, and enter it ───────┘
     waits                <───── its replica, over a link ──────────┘
     loads it, becomes a member ───> generation g + 2
-    makes a step, and takes part
+    makes its first step
 
 Collectives wait for the joiner from generation g + 2 on, so none is held up by the transfer. Rounds
-with it are void until it takes part. If it cannot load the replica, or none arrives, it gives up,
+with it are void until its first step. If it cannot load the replica, or none arrives, it gives up,
 and nothing in the run has changed.
 """
 

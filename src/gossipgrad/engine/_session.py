@@ -628,8 +628,8 @@ class Session:
 
         A short text: host and port of the rendezvous store, and the prefix of the run's keys; in a
         run of islands one for each rank of an island. It is the same on every member and valid
-        until the run ends. Where the run's secret is in a file
-        (`GOSSIPGRAD_SECRET_FILE`), a joiner needs that, too.
+        until the run ends. Where the run's secret is in a file (`GOSSIPGRAD_SECRET_FILE`), a joiner
+        needs that, too.
 
         Raises:
             ValueError: This run cannot be joined; the message says what to change.

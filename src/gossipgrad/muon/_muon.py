@@ -22,7 +22,7 @@ from gossipgrad.muon._layouts import (
 )
 from gossipgrad.muon._polar import polarise, product_dtype, resolve_polar
 from gossipgrad.muon._sharing import update_shared
-from gossipgrad.optim import MatrixOptimizer, Parameters
+from gossipgrad.optim import MatrixOptimizer, Parameters, unwrapped
 
 __all__ = ["Muon"]
 
@@ -179,8 +179,9 @@ class Muon(MatrixOptimizer):
         if process_group is None and isinstance(params, DistributedDataParallel):
             process_group = params.process_group
         self.process_group = process_group
-        if isinstance(params, nn.Module):
-            layouts = layouts_of(params, split or {})
+        model = unwrapped(params)
+        if isinstance(model, nn.Module):
+            layouts = layouts_of(model, split or {})
             for group in self.param_groups:
                 if group["role"] == self.role:
                     group["layouts"] = [layouts[name] for name in group["param_names"]]

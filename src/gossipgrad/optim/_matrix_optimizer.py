@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossipgrad._messages import warn
@@ -16,7 +17,7 @@ from gossipgrad.comm import local, widened
 from gossipgrad.optim._finite import parameters_to_update
 from gossipgrad.optim._roles import ADAMW, choose_roles, is_named_hidden
 
-__all__ = ["MatrixOptimizer", "Parameters", "is_number"]
+__all__ = ["MatrixOptimizer", "Parameters", "is_number", "unwrapped"]
 
 Parameters = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]] | Iterable[tuple[str, Any]]
 _ALL: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
@@ -77,6 +78,7 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         self.with_head = with_head
         self._settings = {self.role: settings, ADAMW: adamw_settings}
+        params = unwrapped(params)
         if isinstance(params, nn.Module):
             roles = choose_roles(
                 params,
@@ -324,6 +326,11 @@ class MatrixOptimizer(Optimizer):
 
 
 _OF_ONE_GROUP = ("params", "param_names", "layouts", "initial_lr")
+
+
+def unwrapped(params: Parameters) -> Parameters:
+    """Return the module in a DistributedDataParallel, whose names have no prefix; or `params`."""
+    return params.module if isinstance(params, DistributedDataParallel) else params
 
 
 def is_number(value: object) -> bool:
