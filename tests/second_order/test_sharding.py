@@ -84,7 +84,7 @@ def test_sharded_runs_are_those_of_whole_state_bit_for_bit(world_size, tmp_path)
 
 
 def _few_main(rank, store):
-    """One matrix on two ranks."""
+    """One matrix on several ranks."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     optimizer = gg.SOAP(model, lr=3e-3)
@@ -106,9 +106,9 @@ def _few_main(rank, store):
 
 
 @pytest.mark.process
-def test_a_rank_without_a_unit_follows():
-    first, second = run_processes(2, _few_main)
-    assert first == second
+def test_ranks_without_a_unit_follow():
+    first, *others = run_processes(4, _few_main)
+    assert others == [first] * 3
 
 
 def _fsdp_main(rank, store, folder):
@@ -151,14 +151,19 @@ def test_shards_of_fsdp_are_saved_and_loaded_each_under_its_own_name(tmp_path):
     assert first == second
 
 
-def test_gossip_refuses_an_optimizer_whose_state_is_sharded():
+@pytest.mark.parametrize("call", [gg.gossip, gg.sparsify])
+def test_sessions_and_sharded_state_are_not_combined(call):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = nn.Linear(4, 3)
         optimizer = gg.SOAP(model)
         gg.share_roots(optimizer, shard=True)
         with pytest.raises(ValueError, match="shard=True"):
-            gg.gossip(model, optimizer)
+            call(model, optimizer)
+        optimizer = gg.SOAP(model)
+        with call(model, optimizer), pytest.raises(GossipError, match="shard=True"):
+            gg.share_roots(optimizer, shard=True)
+        gg.share_roots(optimizer, shard=True)  # the session is closed
     finally:
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from gossipgrad.engine._check_replica import check_model as check_model
 from gossipgrad.engine._check_replica import check_replica as check_replica
 from gossipgrad.engine._claims import Claim as Claim
+from gossipgrad.engine._claims import is_claimed as is_claimed
 from gossipgrad.engine._flow import Bucket as Bucket
 from gossipgrad.engine._flow import Flow as Flow
 from gossipgrad.engine._flow import Phase as Phase

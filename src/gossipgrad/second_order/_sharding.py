@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gossipgrad.comm import local
+from gossipgrad.engine import is_claimed
 from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.second_order._blocks import Unit
 
@@ -38,6 +39,12 @@ class Sharding:
                 "shard=True comes before the first step and load_state_dict(), and in place of "
                 "other sharing: call gg.share_roots(optimizer, shard=True) right after the "
                 "optimizer is made"
+            )
+        if any(is_claimed(p) for each in optimizer.param_groups for p in each["params"]):
+            raise GossipError(
+                "shard=True sends one rank's weights to all, so it is for DistributedDataParallel, "
+                "and these parameters are in an open session, such as gg.gossip(): close() the "
+                "session first, or call share_roots(optimizer) without shard=True"
             )
         self._group, self._optimizer = group, weakref.ref(optimizer)
         self.rank = dist.get_rank(group)

@@ -91,7 +91,7 @@ def share_roots(
         ValueError: For invalid settings, or another optimizer.
         AgreementError: The ranks' optimizers or settings differ.
         GossipError: A rank is missing after the timeout; the optimizer's roots are shared already;
-            or it has made a step, with `shard=True`.
+            or, with `shard=True`, it has made a step or is in an open session.
 
     References:
         Asteria, arXiv:2605.16184, which exchanges a block only when it is due. Deviations: (1) one

@@ -144,6 +144,11 @@ def sparsify(
         mesh=mesh,
         warns=False,
     )
+    if any(getattr(each, "sharding", None) is not None for each in optimizers):
+        raise ValueError(
+            "share_roots(shard=True) is for DistributedDataParallel alone: with sparsify() call "
+            "share_roots(optimizer) without shard=True"
+        )
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
         check_listeners(scaler, recorder)
