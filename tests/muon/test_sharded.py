@@ -119,3 +119,31 @@ def test_shared_work_gives_the_bits_of_one_rank(shared, world_size):
     for found in run_processes(world_size, shared, world_size):
         for p, values in zip(model.parameters(), found, strict=True):
             assert torch.equal(p.detach(), torch.tensor(values))
+
+
+def with_some_gradients(rank, store, world_size):
+    """Layer 1 has no gradient on rank 1; then none anywhere; then again on all ranks."""
+    model = nn.parallel.DistributedDataParallel(shapes_model())
+    optimizer, parameters = gg.Muon(model, **OPTIONS), list(model.parameters())
+    weight = model.module.layers[1].weight
+    step_by(optimizer, parameters, lambda p, grad: grad)
+    before = [p.detach().clone() for p in parameters]
+    weight.grad = torch.ones_like(weight) if rank == 0 else None
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight"):
+        optimizer.step()
+    assert all(map(torch.equal, before, parameters))
+    step_by(optimizer, parameters, lambda p, grad: None if p is weight else grad)
+    step_by(optimizer, parameters, lambda p, grad: grad)
+    return [p.detach().tolist() for p in parameters]
+
+
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all_and_one_on_none_leaves_the_weight():
+    model = shapes_model()
+    optimizer, parameters = gg.Muon(model, **OPTIONS), list(model.parameters())
+    weight = model.layers[1].weight
+    step_by(optimizer, parameters, lambda p, grad: grad)
+    step_by(optimizer, parameters, lambda p, grad: None if p is weight else grad)
+    step_by(optimizer, parameters, lambda p, grad: grad)
+    for found in run_processes(2, with_some_gradients, 2):
+        for p, values in zip(parameters, found, strict=True):
+            assert torch.equal(p.detach(), torch.tensor(values))

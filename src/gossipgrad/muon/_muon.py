@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossipgrad.comm import is_sharded, local
+from gossipgrad.errors import AgreementError
 from gossipgrad.muon._layouts import (
     PLAIN,
     Layout,
@@ -21,7 +22,7 @@ from gossipgrad.muon._layouts import (
     tensor_of,
 )
 from gossipgrad.muon._polar import polarise, product_dtype, resolve_polar
-from gossipgrad.muon._sharing import update_shared
+from gossipgrad.muon._sharing import find_unequal_gradients, update_shared
 from gossipgrad.optim import MatrixOptimizer, Parameters, unwrapped
 
 __all__ = ["Muon"]
@@ -221,11 +222,14 @@ class Muon(MatrixOptimizer):
 
         Raises:
             RuntimeError: A gradient is sparse.
+            AgreementError: Of ranks that share the work, some only have a gradient of a matrix. All
+                raise, and nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_equal_gradients()
         held = self.parameters_to_update()
         sources = [
             self._momentum(group, parameters)
@@ -243,6 +247,32 @@ class Muon(MatrixOptimizer):
                 update = self._muon if group["role"] == self.role else self.adamw
                 update(group, parameters, source)
         return loss
+
+    def _check_equal_gradients(self) -> None:
+        """Raise on all ranks that share the work if some only have a gradient of a matrix."""
+        sharing: dict[dist.ProcessGroup, list[tuple[str, nn.Parameter]]] = {}
+        for group in self.param_groups:
+            if group["role"] != self.role:
+                continue
+            unnamed = [f"a matrix of shape {tuple(p.shape)}" for p in group["params"]]
+            for name, p in zip(group.get("param_names", unnamed), group["params"], strict=True):
+                ranks = self._ranks_of(p)
+                if ranks is not None and ranks.size() > 1:
+                    sharing.setdefault(ranks, []).append((name, p))
+        for ranks, named in sharing.items():
+            if unequal := find_unequal_gradients([p for _, p in named], ranks):
+                (index, count), others = unequal[0], len(unequal) - 1
+                raise AgreementError(
+                    f"{named[index][0]} has a gradient on {count} of {ranks.size()} ranks "
+                    f"(and {others} more on some only): ranks that share the work of gg.Muon need "
+                    "equal gradients. Freeze a parameter on all ranks or on none, and let "
+                    "DistributedDataParallel average gradients, with find_unused_parameters=True "
+                    "where ranks use different layers"
+                )
+
+    def _ranks_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """Return the ranks that share the work on a matrix."""
+        return _group_of_rows(parameter) if is_sharded(parameter) else self.process_group
 
     def _gradients(
         self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
@@ -284,20 +314,18 @@ class Muon(MatrixOptimizer):
         layout_of = dict(zip(map(id, group["params"]), group["layouts"], strict=True))
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, (p, source) in enumerate(zip(parameters, sources, strict=True)):
-            of_rows = _group_of_rows(p)
-            ranks = of_rows if is_sharded(p) else self.process_group
-            kind = ranks, of_rows is not None, source.dtype, source.device
+            kind = self._ranks_of(p), is_sharded(p), source.dtype, source.device
             alike.setdefault(kind, []).append(index)
         updates = partial(_updates, group)
         lr, scale = float(group["lr"]), _SCALES[group["scale"]]
-        for (ranks, has_rows, *_), indices in alike.items():
+        for (ranks, are_sharded, *_), indices in alike.items():
             held, some = [parameters[i] for i in indices], [sources[i] for i in indices]
             layouts = [layout_of[id(p)] for p in held]
             if ranks is None or ranks.size() == 1:
                 wholes = list(map(_whole, held, some))
                 parts = list(map(_part, held, updates(wholes, layouts)))
             else:
-                shapes = [p.shape for p in held] if has_rows else None
+                shapes = [p.shape for p in held] if are_sharded else None
                 dtype = product_dtype(some[0], group["polar"], _DTYPES.get(group["polar_dtype"]))
                 parts = update_shared(some, layouts, updates, dtype, ranks, shapes=shapes)
             for p, part, layout in zip(held, parts, layouts, strict=True):
