@@ -139,6 +139,8 @@ def on_several_machines(arguments: list[str]) -> list[str] | None:
     config = parse(rest)  # says what is wrong before a process is started
     options = {"nproc": found.nproc or config.nproc or DEFAULT_NPROC, "nodes": found.nodes}
     options |= {"node-rank": found.node_rank, "rendezvous": found.rendezvous}
+    if config.island != 1:
+        options["island"] = options["nproc"] if config.island == "node" else config.island
     words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
     return [*words, "-m", "gossipgrad", "train", *rest]
 

@@ -19,7 +19,9 @@ _GROUPS = {
         "config resume resume_step join overwrite run_name checkpoint_every keep_checkpoints"
     ),
     "figures": "evaluate_every keep_best log_every trace tensorboard wandb quiet",
-    "machines": ("device threads nodes node_rank rendezvous start_seconds lost_after_seconds"),
+    "machines": (
+        "island device threads nodes node_rank rendezvous start_seconds lost_after_seconds"
+    ),
 }
 
 

@@ -74,9 +74,9 @@ def check_island(
 ) -> None:
     """Raise `ValueError` unless this rank alone is both in its island and between islands; local.
 
-    `between` are the ranks that take part in the session.
+    `between` are the ranks that take part in the session; a `Group` is taken at its word.
     """
-    if island is None:
+    if island is None or isinstance(between, Group):
         return
     group = between.get_group() if isinstance(between, DeviceMesh) else between
     if not isinstance(group, dist.ProcessGroup):

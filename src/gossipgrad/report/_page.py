@@ -112,7 +112,7 @@ def _subtitle(run: Run) -> Markup:
     keys = ("model", "data", "optimizer")
     named = (run.summary.get(key) or run.config.get(key) for key in keys)
     parts = list(dict.fromkeys(name for name in named if isinstance(name, str)))
-    parts.append(f"{run.world_size} worker{'s' * (run.world_size != 1)}")
+    parts.append(run.workers)
     if type(seed := run.config.get("seed")) is int:
         parts.append(f"seed {seed}")
     if run.started_seconds is not None:
@@ -140,7 +140,7 @@ def _run_list(runs: list[Run]) -> Markup:
         element(
             "li",
             toggle(index, run),
-            element("span", f"{strategy(run)}, {run.world_size} workers", class_="kicker"),
+            element("span", f"{strategy(run)}, {run.workers}", class_="kicker"),
         )
         for index, run in enumerate(runs)
     ]

@@ -50,6 +50,18 @@ class Run(NamedTuple):
         """Every rank that the run had or left metrics of."""
         return sorted({*range(self.world_size), *self.steps})
 
+    @property
+    def island(self) -> int:
+        """How many ranks share a replica."""
+        size = self.config.get("island")
+        return size if type(size) is int and 0 < size <= self.world_size else 1
+
+    @property
+    def workers(self) -> str:
+        """How many it was started with, in words."""
+        text = f"{self.world_size} worker{'s' * (self.world_size != 1)}"
+        return text if self.island == 1 else f"{text} in islands of {self.island}"
+
     def spans_named(self, name: str) -> list[Span]:
         """The spans of that name, by start."""
         return [span for span in self.spans if span.name == name]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gossipgrad.topology import by_name
@@ -96,13 +97,23 @@ def _schedule_of(
     name, seed = strategy_is(run).get("topology"), run.config.get("seed")
     if not isinstance(name, str):
         return None, None
+    size = run.island
     try:
-        schedule = by_name(name, run.world_size, seed=seed if type(seed) is int else 0)
+        schedule = by_name(name, run.world_size // size, seed=seed if type(seed) is int else 0)
         later = [_NOBODY] * (world_size - run.world_size)  # ranks that joined after the trace
-        planned = [[*map(int, schedule.round_peers(t).recv_from), *later] for t in rounds]
+        planned = [[*_of_ranks(schedule.round_peers(t).recv_from, size), *later] for t in rounds]
     except ValueError:
         return None, None
     return planned, schedule.period
+
+
+def _of_ranks(partners: Iterable[int], island: int) -> list[int]:
+    """The partners of ranks, given those of islands: those of their numbers there."""
+    return [
+        int(partner) * island + index if partner >= 0 else _NOBODY
+        for partner in partners
+        for index in range(island)
+    ]
 
 
 def _describe_mixing(

@@ -189,8 +189,7 @@ def exchange_table(run: Run, caption: str) -> Markup:
 
 
 def _strategy_note(run: Run) -> str:
-    workers = f"{run.world_size} worker{'s' * (run.world_size != 1)}"
-    return ", ".join([*map(str, strategy_is(run).values()), workers])
+    return ", ".join([*map(str, strategy_is(run).values()), run.workers])
 
 
 def _metric_note(run: Run) -> str:

@@ -162,7 +162,8 @@ def make_batches(
             "seed": config.seed,
             "threads": config.data_threads,
         }
-        if not config.needs_every_rank and session is not None and session.world_size > 1:
+        is_elastic = not config.needs_every_rank and config.island_size == 1
+        if is_elastic and session is not None and session.world_size > 1:
             return ElasticBatches(**common, member=session, store=session.group.store)
         return ShardedBatches(**common, rank=rank)
     shard = assign(

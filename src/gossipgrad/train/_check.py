@@ -13,7 +13,7 @@ from gossipgrad.comm import check_secret
 from gossipgrad.data import TensorSamples
 
 from ._config import DEFAULT_LR, TrainConfig
-from ._device import check_device, find_device
+from ._device import check_device, find_device, with_island
 from ._job import Job
 from ._loggers import check_loggers
 from ._optimizer_options import SECTIONS
@@ -42,6 +42,7 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
     check_loggers(config)
     check_secret()
     check_device(config)
+    config = with_island(config, world_size)
     resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
         data.prepare(config.data, config.data_dir)

@@ -17,6 +17,7 @@ from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._optimizer_options import SECOND_ORDER, SECTIONS
 from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
 from .strategies import (
+    STRATEGIES,
     Setting,
     Strategy,
     check_options,
@@ -98,6 +99,9 @@ class TrainConfig:
     """Weight decay."""
     seed: int = 0
     """Decides initial weights, order of samples and partners."""
+    island: int | Literal["node"] = 1
+    """Ranks that share a replica: they average gradients, as DDP does, and islands gossip. Ranks 0
+    to island - 1 are the first one. node: those of a machine, by LOCAL_WORLD_SIZE or Slurm."""
     nproc: int | None = None
     """Processes to start on this machine; None: 4. Under torchrun or Slurm the world is given,
     and this is left out."""
@@ -173,6 +177,7 @@ class TrainConfig:
             self,
             1,
             *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
+            *(() if self.island == "node" else ("island",)),
             *("threads", "checkpoint_every", "keep_checkpoints"),
             *("max_steps", "accumulate", "evaluate_every"),
         )
@@ -204,6 +209,8 @@ class TrainConfig:
             )
         if self.apoptosis is not None:
             self._check_apoptosis(self.apoptosis)
+        if self.island != 1:
+            self._check_island()
         if self.resume_step is not None and self.resume is None:
             raise ValueError(
                 f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
@@ -216,6 +223,25 @@ class TrainConfig:
                 f"apoptosis is {budget}, and the state of optimizer {self.optimizer} cannot "
                 "shrink: use sgd, adamw or muon."
             )
+
+    def _check_island(self) -> None:
+        if not self.traits.has_islands:
+            can = " or ".join(one.name for one in STRATEGIES.values() if one.has_islands)
+            raise ValueError(
+                f"island is {self.island}, and strategy {self.strategy} has no islands: use "
+                f"--strategy {can}, or leave --island out."
+            )
+        if self.apoptosis is not None:
+            raise ValueError(
+                f"island is {self.island}, and layers of islands cannot shrink: leave --apoptosis "
+                "or --island out."
+            )
+
+    @property
+    def island_size(self) -> int:
+        """Ranks of an island; of a resolved configuration."""
+        assert isinstance(self.island, int), "resolve the configuration first"
+        return self.island
 
     @property
     def _step_epochs(self) -> int:
@@ -250,7 +276,9 @@ class TrainConfig:
         self, world_size: int, *, total_steps: int = 0, has_own_optimizer: bool = False
     ) -> Setting:
         """What a strategy may know of the run; a job may have an optimizer that no option names."""
-        given: dict[str, Any] = {"world_size": world_size, "total_steps": total_steps}
+        island = self.island if isinstance(self.island, int) else 1
+        given: dict[str, Any] = {"world_size": world_size // island, "total_steps": total_steps}
+        given["island"] = island
         if has_own_optimizer:
             given |= {"optimizer": "the job's own", "momentum": 0.0}
         names = {field.name for field in dataclasses.fields(Setting)} - given.keys()

@@ -1,5 +1,6 @@
 """Where a rank trains: on the CPU, or on one of the GPUs of its machine."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
@@ -49,10 +50,44 @@ def find_backend(
     """The backend of collectives of the baselines: NCCL where each rank has a GPU of its own."""
     if find_device(config, rank=0).type == "cpu":
         return "gloo"
-    world = find_world(environ)
-    local_size = str(world_size)
-    if world is not None:
-        local_size = environ.get(_LOCAL_SIZES[world.launcher], local_size)
-    # Slurm writes "4(x2),3" for two nodes of four tasks and one of three.
-    ranks = max(int(part.partition("(")[0]) for part in local_size.split(","))
+    ranks = max(ranks_of_nodes(world_size, environ=environ))
     return "cpu:gloo,cuda:nccl" if ranks <= torch.cuda.device_count() else "gloo"
+
+
+def ranks_of_nodes(world_size: int, *, environ: Mapping[str, str] = os.environ) -> set[int]:
+    """How many ranks the machines have: one number if all have as many, or only this is known.
+
+    Example:
+        >>> slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "11"}
+        >>> sorted(ranks_of_nodes(11, environ=slurm | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}))
+        [3, 4]
+    """
+    world = find_world(environ)
+    sizes = str(world_size)
+    if world is not None:
+        sizes = environ.get(_LOCAL_SIZES[world.launcher], sizes)
+    return {int(part.partition("(")[0]) for part in sizes.split(",")}
+
+
+def with_island(
+    config: TrainConfig, world_size: int, *, environ: Mapping[str, str] = os.environ
+) -> TrainConfig:
+    """The same run with the number of ranks of an island, which may be those of a machine.
+
+    Raises:
+        ValueError: So many ranks are not in islands of that size.
+    """
+    size = config.island
+    if size == "node":
+        size, *others = sorted(ranks_of_nodes(world_size, environ=environ))
+        if others:
+            raise ValueError(
+                f"island is node, but machines have {size} to {others[-1]} processes: start as "
+                "many on each, or give a number."
+            )
+    if world_size % size:
+        raise ValueError(
+            f"island is {size}, but {world_size} processes are no multiple of it: start "
+            f"{-(-world_size // size) * size}, or give another --island."
+        )
+    return dataclasses.replace(config, island=size)

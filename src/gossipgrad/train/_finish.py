@@ -165,6 +165,7 @@ def summarize(
     return {
         "strategy": config.strategy,
         "world_size": world_size,
+        "island": config.island,
         "job": config.job,
         "model": config.job or config.model,
         "data": config.job or config.data,

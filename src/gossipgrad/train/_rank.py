@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gossipgrad.checkpoint import model_tensors, write_safetensors
-from gossipgrad.data import ElasticBatches
+from gossipgrad.data import ElasticBatches, ShardedBatches
 from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.second_order import SecondOrder
@@ -50,7 +50,7 @@ def train_rank(given: RankInputs) -> RankResult:
         ):
             loop = Loop(one, metrics)
             session, shares = one.strategy.session, config.shuffle == "global"
-            if session is not None and shares and session.rank == min(session.membership.living):
+            if session is not None and shares and one.rank == min(one.strategy.living or [0]):
                 why = invite(session, one, began_seconds=time.time() - metrics.seconds)
                 one.strategy.notes += [] if why is None else [why]
             reserve_model(run_dir, one.rank, one.model)
@@ -76,7 +76,9 @@ def invite(session: Session, one: Rank, *, began_seconds: float) -> str | None:
         "checkpoint_base": one.checkpoints.base,
         "began_seconds": began_seconds,
     }
-    if one.job.train_loader is not None:
+    if one.config.island_size > 1:
+        found["refusal"] = "several ranks share each replica (--island), and one alone is none"
+    elif one.job.train_loader is not None:
         found["refusal"] = "its job has a loader of its own, whose shares are fixed"
     else:
         try:
@@ -122,7 +124,7 @@ def _result_of(
         if not strategy.has_left:
             batches.close()
         shares = asdict(batches.stats())
-    if isinstance(batches, LoaderBatches) and lost_ranks:
+    if isinstance(batches, LoaderBatches | ShardedBatches) and lost_ranks:
         strategy.notes.append("no rank trained on the rest of the batches of lost ranks")
     strategy.close()
     for optimizer in one.optimizers:

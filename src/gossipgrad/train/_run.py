@@ -98,6 +98,7 @@ class _Launcher:
                     grace_seconds=float("inf"),  # a second signal ends them
                     supervise=self._supervise,
                     describe=self._describe,
+                    island=self._config.island_size,
                 )
                 self._await_joined()
                 return self._outcome(launched)

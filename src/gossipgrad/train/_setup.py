@@ -155,7 +155,12 @@ class Rank:
                 world_size=world_size,
                 epoch_batches=epoch_batches,
             )
-        self.spans = StepSpans(rank, num_steps=config.trace, total_steps=self.total_steps)
+        self.spans = StepSpans(
+            rank,
+            num_steps=config.trace,
+            total_steps=self.total_steps,
+            island=config.island_size,
+        )
         for optimizer in self.optimizers:
             if isinstance(optimizer, SecondOrder):
                 optimizer.refresher.recorder = self.spans
@@ -166,6 +171,7 @@ class Rank:
             stop=self.stop,
             spans=self.spans,
             groups=given.groups,
+            island=config.island_size,
             session=session,
             joiner=joiner,
         )

@@ -9,12 +9,17 @@ from gossipgrad.report import Trace
 
 # Links are made and caches filled in the first steps, which are no picture of the others.
 _WARM_UP_STEPS = 5
+_PEERS = ("send_to", "recv_from")
 
 
 class StepSpans:
-    """A recorder that keeps the spans of `num_steps` steps near the start and drops the rest."""
+    """A recorder that keeps the spans of `num_steps` steps near the start and drops the rest.
 
-    def __init__(self, rank: int, *, num_steps: int, total_steps: int) -> None:
+    A session numbers islands: its partners are here the ranks of the same number in `island` ranks.
+    """
+
+    def __init__(self, rank: int, *, num_steps: int, total_steps: int, island: int = 1) -> None:
+        self._island, self._index = island, rank % island
         self._trace = Trace(rank) if num_steps else None
         self._num_steps, self._total_steps = num_steps, total_steps
         self._recording = False
@@ -35,6 +40,9 @@ class StepSpans:
     ) -> None:
         """Keep a span if a step of interest is under way; the session calls this."""
         if self._recording and self._trace is not None:
+            for name_of_peer in _PEERS if self._island > 1 else ():
+                if isinstance(peer := attributes.get(name_of_peer), int):
+                    attributes[name_of_peer] = peer * self._island + self._index
             self._trace.span(name, start_seconds, end_seconds, **attributes)
 
     @contextmanager

@@ -19,7 +19,7 @@ from gossipgrad.errors import GossipError
 
 from ._check import check
 from ._config import TrainConfig
-from ._device import find_backend
+from ._device import find_backend, with_island
 from ._finish import Ends, finish
 from ._folder import RunDir, check_shared, claim, held, hold_lock, leave_token, write_errors
 from ._metrics import Event
@@ -40,6 +40,7 @@ from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
 from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
+from .strategies import GROUP
 
 # A store that hangs at the end is not awaited: what is in it is in the folder, too.
 _END_SECONDS = 2.0
@@ -175,6 +176,8 @@ class _Worker:
                 others = (PeerLostError, RunFailedError)
                 if not self._has_begun:
                     others = (GossipError, dist.DistError)
+                elif config.island_size > 1 and not isinstance(error, DivergedError):
+                    others = (GossipError,)  # most often another rank of the island has died
                 end = {
                     "cause": cause,
                     "is_consequence": isinstance(error, others),
@@ -206,19 +209,28 @@ class _Worker:
                     event["samples_per_second"] *= len(living)
                 progress.take(event)
 
+        island = config.island_size
+        number, index = divmod(rank, island)
+
         def join_group(name: str) -> Group:
+            store, own = dist.PrefixStore(f"gossipgrad/{name}", self._store), (rank, size)
+            if name == GROUP and island > 1:
+                store, own = dist.PrefixStore(str(index), store), (number, size // island)
             return Group(
-                dist.PrefixStore(f"gossipgrad/{name}", self._store),
-                rank,
-                size,
+                store,
+                *own,
                 start_timeout_seconds=max(config.start_seconds, _LEAST_LINKING_SECONDS),
             )
 
-        if config.needs_every_rank:
+        if config.needs_every_rank or island > 1:
             # One answer for all: whoever writes it first.
             own = find_backend(config, size)
             backend = start.ask(lambda store: store.compare_set("backend", "", own)).decode()
-            dist.init_process_group(backend, store=self._store, rank=rank, world_size=size)
+            store, own_rank, own_size = self._store, rank, size
+            if island > 1:
+                store = dist.PrefixStore(f"gossipgrad/island{number}", store)
+                own_rank, own_size = index, island
+            dist.init_process_group(backend, store=store, rank=own_rank, world_size=own_size)
         return train_rank(
             RankInputs(
                 config=config,
@@ -257,6 +269,7 @@ def open_folder(
         config = dataclasses.replace(config, run_name=config.run_name or secrets.token_hex(8))
     else:
         config, run_dir = reopen(config, hold=hold)
+    config = with_island(config, world_size)
     config = config.resolved(nproc=world_size, out=run_dir.path.absolute())
     if config.resume is None:  # else when all ranks have loaded what they continue from
         config.write(run_dir.config)

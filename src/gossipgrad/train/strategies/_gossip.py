@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad import topology
@@ -97,7 +98,7 @@ class GossipStrategy(Strategy):
     options_type = GossipConfig
     may_change_on_resume = frozenset({"patience_seconds", "disagreement", "faults"})
     needs_every_rank = False
-    can_grow = True
+    has_islands = can_grow = True
 
     def check(self, options: GossipConfig, setting: Setting) -> None:
         """Refuse what no session could have, or waits where mode stale has none."""
@@ -113,6 +114,12 @@ class GossipStrategy(Strategy):
             seed=setting.seed,
         )
         topology.by_name(options.topology, setting.world_size, seed=setting.seed)
+        if setting.island > 1 and options.payload.startswith("gradients"):
+            raise ValueError(
+                f"payload is {options.payload}, but island is {setting.island}: gradients are "
+                "averaged inside an island, and weights are exchanged between islands. Use "
+                "--payload weights."
+            )
         check_ranks(options.faults, setting.world_size)
 
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
@@ -158,6 +165,8 @@ class GossipStrategy(Strategy):
                 return FaultyTransport(TCPTransport(group), faults)
 
             settings |= {"transport": links}
+        if replica.island > 1:
+            settings |= {"island": dist.group.WORLD}
         session = replica.session or gg.gossip(
             replica.model,
             replica.optimizers,

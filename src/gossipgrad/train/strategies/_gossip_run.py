@@ -3,13 +3,19 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from typing import Any
+
+from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, mean_of
+from gossipgrad.train._result import PeerLostError
 
+from ._island import IslandRanks
 from ._stopping import RoundStop, StopFlag, first_beyond
 from ._strategy import Replica, RunningStrategy, Traffic, alone, ring_bytes
 
@@ -45,6 +51,7 @@ class Gossip(RunningStrategy):
         super().__init__()
         self.model, self._session, self._joiner = replica.model, session, replica.joiner
         self.session, self.is_stale = session, isinstance(session.mode, gg.Stale)
+        self._ranks = IslandRanks(replica)
         self._every, self._checkpoint_every = every, checkpoint_every
         self._measures_disagreement = measures_disagreement
         self._ahead = 0
@@ -53,16 +60,17 @@ class Gossip(RunningStrategy):
         self._stopper: RoundStop | None = None
         if checkpoint_every is not None and not self.is_stale:
             self._stopper = RoundStop(
-                session.group, lambda: self.living, lambda: session.round_number, self._beyond
+                session.group, lambda: self._alive, lambda: session.round_number, self._beyond
             )
         self._flag: StopFlag | None = None
         self.membership_changes()  # of one that joins, what was before
 
     def agree(self, value: Any) -> list[Any]:
+        values = self._ranks.agree(value)
         for _ in range(TRIES - 1):
             with suppress(GossipError):
-                return self._session.agree(value)
-        return self._session.agree(value)
+                return [*chain(*self._session.agree(values))]
+        return [*chain(*self._session.agree(values))]
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._session.no_sync()
@@ -71,7 +79,8 @@ class Gossip(RunningStrategy):
         """What the session has counted, and what its exact averages have cost."""
         stats, world_size = self._session.stats(), self._session.world_size
         return Traffic(
-            bytes_sent=stats.bytes_sent + ring_bytes(stats.averaged_bytes, world_size),
+            bytes_sent=stats.bytes_sent
+            + ring_bytes(stats.averaged_bytes // self._ranks.size, world_size),
             exposed_seconds=stats.exposed_seconds + stats.averaging_seconds,
             mixing_seconds=stats.mixing_seconds,
             extra_memory_bytes=stats.extra_memory_bytes,
@@ -101,7 +110,7 @@ class Gossip(RunningStrategy):
                 evaluation = self._evaluate_consensus(test, epoch=epoch, final=final)
                 self._has_met = True
                 return replace(evaluation, disagreement=self._disagreement(test))
-            except EvictedError:
+            except (EvictedError, PeerLostError):
                 raise
             except MissedError as error:
                 problem = str(error)
@@ -112,6 +121,7 @@ class Gossip(RunningStrategy):
                 epoch = error.latest
             except GossipError as error:
                 problem = str(error)
+                self._ranks.agree(problem)  # raises if this island has ended
             finally:
                 self._session.group.unless = lambda: None
         self.notes.append(f"no consensus: {problem}")
@@ -124,11 +134,11 @@ class Gossip(RunningStrategy):
         it for the last. One at an earlier evaluation than others gets a `MissedError`, and these
         wait until it comes for theirs.
         """
-        session = self._session
+        session, together = self._session, self._ranks.together
         while True:
             with session.consensus():
                 group = session.group
-                came = group.all_gather_object([epoch, final])
+                came = together(partial(group.all_gather_object, [epoch, final]))
                 latest = max(other for other, _ in came)
                 if epoch < latest:
                     raise MissedError(
@@ -141,7 +151,9 @@ class Gossip(RunningStrategy):
                 # The evaluation's sum is the last collective: where it comes about on some ranks
                 # and breaks on others, none of the former waits in another one for the latter.
                 distance = session.consensus_distance()
-                accuracy = mean_of(group.all_reduce_(test.sum_share(self.model, group.members)))
+                share = test.sum_share(self.model, self._ranks.of(group.members))
+                share = together(partial(group.all_reduce_, share))
+                accuracy = mean_of(self._ranks.sum_(share))
                 last = any(wanted for _, wanted in came)
                 return Evaluation(
                     accuracy=accuracy,
@@ -173,10 +185,15 @@ class Gossip(RunningStrategy):
         """Whether this rank leaves a run that others continue; the last one ends it."""
         if self._joiner is None or not self._joiner.leaves or self._joiner.is_over:
             return False
-        return bool({*self.living} - {self._session.rank} - self._session.unreachable.keys())
+        return bool({*self._alive} - {self._session.rank} - self._session.unreachable.keys())
 
     @property
     def living(self) -> tuple[int, ...]:
+        return self._ranks.of(self._alive)
+
+    @property
+    def _alive(self) -> tuple[int, ...]:
+        """The replicas that live, by their numbers in the session."""
         return self._session.membership.living
 
     def checkpoint_label(self, steps: int) -> int:
@@ -204,32 +221,37 @@ class Gossip(RunningStrategy):
 
     def should_stop(self, step: int, *, is_asked: bool) -> bool:
         """At once, or where there are checkpoints after as many steps as the others."""
-        if not is_asked:
+        if not self._ranks.is_asked_to_stop(step, is_asked=is_asked):
             return False
         if self._leaves:
             return True
         if self._joiner is None and self._session.world_size > 1 and self._flag is None:
             self._flag = StopFlag(self._session.group.store)
             self._flag.set()  # nobody else tells those who joined
-        return self._stopper is None or self._stopper.should_stop()
+        if self._stopper is None:
+            return True
+        return any(self._ranks.agree(self._stopper.should_stop()))
 
     def position(self, steps: int) -> int:
         return self._ahead + self._session.position
 
     def _beyond(self, here: int) -> int:
-        schedule = gg.topology.among(self._session.schedule, self.living)
-        return first_beyond(schedule, self.living, here)
+        schedule = gg.topology.among(self._session.schedule, self._alive)
+        return first_beyond(schedule, self._alive, here)
+
+    def backward(self, loss: Tensor) -> None:
+        self._ranks.guard(loss.backward)
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Who was lost, by the membership, or by this rank's own links if no store answers."""
         generation = self._session.membership.generation
-        unreachable = {
-            str(rank): {"why": why, "generation": generation, "when_seconds": None}
-            for rank, why in self._session.unreachable.items()
+        found = {
+            replica: {"why": why, "generation": generation, "when_seconds": None}
+            for replica, why in self._session.unreachable.items()
             if why != "left"
         }
-        lost = self._session.membership.lost
-        return unreachable | {str(rank): asdict(loss) for rank, loss in lost.items()}
+        found |= {each: asdict(loss) for each, loss in self._session.membership.lost.items()}
+        return {str(rank): how for one, how in found.items() for rank in self._ranks.of([one])}
 
     def joined_ranks(self) -> dict[str, dict[str, Any]]:
         return {

@@ -60,7 +60,8 @@ class Joiner(Protocol):
 class Setting:
     """The ranks and the run that a strategy serves; most of it are options of `TrainConfig`."""
 
-    world_size: int  # at the start
+    world_size: int  # replicas at the start
+    island: int  # ranks of each
     total_steps: int  # of each rank
     epochs: int
     optimizer: str
@@ -90,7 +91,10 @@ class Replica:
     stop: threading.Event
     spans: StepSpans
     groups: Callable[[str], Group] | None = None
-    """Makes private groups of the ranks by name, where there is no process group."""
+    """Makes private groups of the ranks by name, where there is no process group of all; `GROUP` of
+    those that exchange, which have the same number in their islands."""
+    island: int = 1
+    """Ranks that share the replica; if there are several, the process group is these."""
     session: Session | None = None
     """That of a rank that joined the run: it has one already."""
     joiner: Joiner | None = None
@@ -110,6 +114,7 @@ class Strategy(ABC):
     may_change_on_resume: frozenset[str] = frozenset()  # options that decide no figure
     communicates = True  # if not, each rank has a model of its own
     needs_every_rank = True  # whether the run is over when a rank dies
+    has_islands = False  # whether several ranks may share a replica
     can_grow = False  # whether ranks can join a run; its `RunningStrategy` then has a session
 
     def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)

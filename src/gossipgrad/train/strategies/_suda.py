@@ -57,7 +57,7 @@ class Suda(Gossip):
 
     def _beyond(self, here: int) -> int:
         """In steps: nobody is further ahead of anyone than there are ranks between them."""
-        return here + 1 + len(self.living)
+        return here + 1 + len(self._alive)
 
 
 class SudaStrategy(Strategy):
