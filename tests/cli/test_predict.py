@@ -35,6 +35,29 @@ def test_a_model_is_a_profile_or_a_size_and_a_time(capsys):
     assert Profile.from_json(found["profile"]) == Profile.load("resnet50")
 
 
+def test_workers_of_a_machine_share_its_link_and_gossip_as_an_island(capsys):
+    options = ["--parameters", "10M", "--compute-seconds", "0.1", "--bandwidth", "1Gbit"]
+    options += ["--world-size", "16"]
+
+    def steps(*more):
+        choices = predicted(capsys, *options, *more)["advice"]["choices"]
+        return {each["prediction"]["strategy"]: each["prediction"] for each in choices}
+
+    alone, islands = steps(), steps("--island", "4")
+    slow = steps("--island", "4", "--inside", "1Gbit")
+    assert islands["allreduce"] == alone["allreduce"]
+    for name in ("gossip", "gossip-sync", "local-steps"):
+        sent = islands[name]["bytes_sent_per_step"]
+        assert 4 * sent == pytest.approx(alone[name]["bytes_sent_per_step"])
+        assert islands[name]["step_seconds"] == pytest.approx(alone[name]["step_seconds"], rel=0.2)
+        assert slow[name]["step_seconds"] > islands[name]["step_seconds"]
+    assert islands["suda"]["step_seconds"] > 3 * alone["suda"]["step_seconds"]
+    best = predicted(capsys, *options, "--island", "4", "--optimizer", "sgd")["advice"]["best"]
+    assert 'island=mesh["node"]' in best["settings"]
+    assert cli.main(["predict", *options, "--island", "3"]) == 2
+    assert "island is 3" in capsys.readouterr().err
+
+
 JOB = """
 import torch
 from torch.utils.data import TensorDataset

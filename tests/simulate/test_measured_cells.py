@@ -98,3 +98,33 @@ def test_the_way_that_is_predicted_to_be_the_fastest_is_within_5_percent_of_it(c
         taken = min(of_it, key=lambda cell: cell["predicted"])
         fastest = min(cell["step_seconds_median"] for cell in of_it)
         assert taken["step_seconds_median"] <= 1.05 * fastest, setting
+
+
+def test_steps_of_nodes_are_predicted_as_they_were_measured():
+    """All-reduce, and islands of 2: of 4, 16 processes kept two cores busy."""
+    held = json.loads((RESULTS / "islands.json").read_text())
+    rate = held["rate_bits_per_second"] * PAYLOAD_SHARE
+    model_bytes, compared = 4e6, 0
+    for row in held["rows"]:
+        size, what = row["ranks_of_a_node"], row["what"]
+        if what != "DDP" and (what, size) != ("gossip, islands", 2):
+            continue
+        profile = Profile.load("resnet50")
+        cell = {"size_factor": model_bytes / profile.size_bytes}
+        compute = row["compute_of_exchange"] * 8 * model_bytes / rate
+        time = compute / profile.compute_seconds
+        step = gg.predict(
+            profile.scaled(time=time, size=cell["size_factor"]),
+            Network.from_rate(rate, latency_seconds=START_UP_SECONDS),
+            ddp(cell) if what == "DDP" else Gossip(),
+            world_size=row["nodes"] * size,
+            island=size,
+            inside=Network.from_rate(1e10),
+            steps=48,
+        )
+        assert step.step_seconds == pytest.approx(row["step_seconds"], rel=0.1)
+        if what != "DDP":
+            models = size * step.bytes_sent_per_step / model_bytes
+            assert models == pytest.approx(row["models_through_a_link"], rel=0.05)
+        compared += 1
+    assert compared == 6

@@ -55,6 +55,11 @@ class PredictOptions:
     """What an empty message takes; None: 50us."""
     network: Path | None = None
     """A file that `gossipgrad probe --out` wrote, instead of --bandwidth and --latency."""
+    island: int = 1
+    """Workers of a machine, which share its link. Those that gossip average gradients inside, and
+    machines exchange one model."""
+    inside: str = "100Gbit"
+    """Rate between the workers of a machine, with --island."""
     jitter: float = 0.1
     """Spread of a step's compute from step to step, relative to itself."""
     stragglers: int = 0
@@ -87,12 +92,15 @@ def main(arguments: list[str]) -> int:
             stragglers=options.stragglers,
             straggler_factor=options.straggler_factor,
         ),
+        island=options.island,
+        inside=Network.from_rate(rate_of(options.inside)),
     )
     model = "a model" if options.parameters else f"{profile.name} on {profile.device}"
     title = (
         f"{model}: {count_text(sum(profile.elements))} parameters, "
         f"{seconds_text(profile.compute_seconds)} of compute a step; {options.world_size:,} "
-        f"worker{'s' * (options.world_size != 1)}, {links}"
+        f"worker{'s' * (options.world_size != 1)}"
+        f"{f' in islands of {options.island}' * (options.island > 1)}, {links}"
     )
     plan = None
     if options.plan:

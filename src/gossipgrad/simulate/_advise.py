@@ -117,7 +117,7 @@ class _Candidate:
     rate: str
 
 
-def _candidates(optimizer: str) -> list[_Candidate]:
+def _candidates(optimizer: str, island: int) -> list[_Candidate]:
     """The ways that are compared, the simplest first."""
     ddp, momentum = "DistributedDataParallel", {"mode": "sync", "state_copies": 1}
     yours = "yours"
@@ -166,7 +166,13 @@ def _candidates(optimizer: str) -> list[_Candidate]:
     if optimizer == "adam":
         twice = Gossip(name="gossip-sync, momentum, two exchanges", exchanges=2, **momentum)
         ways.insert(6, (f"{sync}, exchanges=2)", twice, yours))
-    return [_Candidate(settings=code, strategy=of, rate=rate) for code, of, rate in ways]
+    if island > 1:
+        axes = ', mesh=mesh["gossip"], island=mesh["node"])'
+        ways = [
+            (code[:-1] + axes if isinstance(of, Gossip) else code, of, how)
+            for code, of, how in ways
+        ]
+    return [_Candidate(settings=code, strategy=of, rate=how) for code, of, how in ways]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +232,8 @@ def advise(
     most_loss: float = 0.5,
     workers: Workers | None = None,
     process_group: dist.ProcessGroup | Group | None = None,
+    island: int = 1,
+    inside: Network | None = None,
 ) -> Advice:
     """Recommends family, mode and payload by predicted step time and known accuracy.
 
@@ -249,6 +257,8 @@ def advise(
         most_loss: Points of accuracy below all-reduce, after equal epochs, that are accepted.
         workers: Jitter and stragglers; None: a jitter of 0.1.
         process_group: The ranks between which a network is measured; None: all.
+        island: Ranks of a node, which share its link: those that gossip are islands.
+        inside: Cost of messages inside a node; None: 100 Gbit/s.
 
     Returns:
         The advice.
@@ -275,13 +285,21 @@ def advise(
         raise ValueError("world_size is missing: how many ranks there will be, such as 16")
     workers = workers or Workers(jitter=0.1)
     choices = []
-    for candidate in _candidates(kind):
+    for candidate in _candidates(kind, island):
         evidence, strategy = _evidence(kind, candidate.strategy.name), candidate.strategy
         found = predict(
-            profile, network, strategy, world_size=world_size, workers=workers, steps=_STEPS
+            profile,
+            network,
+            strategy,
+            world_size=world_size,
+            workers=workers,
+            steps=_STEPS,
+            island=island,
+            inside=inside,
         )
-        lost, said = evidence.loss(world_size), evidence.sentence(world_size)
-        if strategy.name == "gossip-stale" and _skips_rounds(found, profile):
+        replicas = world_size // island if isinstance(strategy, Gossip) else world_size
+        lost, said = evidence.loss(replicas), evidence.sentence(replicas)
+        if strategy.name == "gossip-stale" and _skips_rounds(found, profile, island):
             lost, said = None, "skips most rounds on these links, which was not measured"
         choices.append(
             Choice(
@@ -296,9 +314,10 @@ def advise(
     return _choose(choices, most_loss, profile, network)
 
 
-def _skips_rounds(found: Prediction, profile: Profile) -> bool:
+def _skips_rounds(found: Prediction, profile: Profile, island: int) -> bool:
     """Whether a rank of mode stale sends its weights in less than every other step."""
-    return found.world_size > 1 and found.bytes_sent_per_step < profile.size_bytes / 2
+    sent_bytes = island * found.bytes_sent_per_step
+    return found.world_size > island and sent_bytes < profile.size_bytes / 2
 
 
 def _choose(

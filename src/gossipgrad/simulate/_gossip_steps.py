@@ -1,13 +1,14 @@
 """When steps end under gossip, or decentralized Muon: each rank waits for one partner."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from gossipgrad.topology import RoundPeers, by_name
 
+from ._collective_steps import AllReduce
 from ._model import Setting, Steps, Strategy, Times, check_counts, count_messages
 
 __all__ = ["Gossip", "Suda"]
@@ -22,6 +23,8 @@ class Gossip(Strategy):
     `overlap`: a snapshot taken at the start of the step travels while it computes; the step ends
     when the partner's has arrived. `sync`: the weights travel after the update; the next forward
     pass waits for each message when it reaches its layers, and the update for those of state.
+    In a setting with islands, the ranks of a node average gradients behind the backward pass, each
+    sends its slice of every message over the node's link, and all gather what has arrived.
     `stale`: sent at the start of a step, if an earlier snapshot is free on both ends, and mixed
     when it arrives; no step waits. A rank sends one message after another, whatever rounds they
     belong to, and takes no third snapshot before the first has left.
@@ -72,7 +75,7 @@ class Gossip(Strategy):
 
     def begin(self, setting: Setting) -> Steps:
         """See `Strategy.begin`."""
-        return _GossipSteps(self, setting)
+        return _GossipSteps(self, setting) if setting.island == 1 else _IslandSteps(self, setting)
 
 
 class _Flight(NamedTuple):
@@ -86,6 +89,12 @@ class _Flight(NamedTuple):
         """When all are there and `seconds` of work are done that needs them one by one."""
         needed = np.maximum(now, self.first) + seconds
         return np.maximum(needed, self.last + seconds / self.messages)
+
+    def gathered(self, seconds: float) -> "_Flight":
+        """The same after `seconds` of gathering inside islands, message by message."""
+        each = seconds / self.messages
+        last = np.maximum(self.first + seconds, self.last + each)
+        return self._replace(first=self.first + each, last=last)
 
 
 class _Exchanges(Steps):
@@ -106,13 +115,14 @@ class _Exchanges(Steps):
         self._setting, self._schedule = setting, by_name(topology, p)
         sizes = [count * (element_bytes or profile.element_bytes) for count in profile.elements]
         self._weight_bytes = density * sum(sizes)
-        self._messages = count_messages(sizes, bucket_bytes)
+        self.messages = count_messages(sizes, bucket_bytes)
+        self.message_bytes = self._weight_bytes / self.messages
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * snapshots  # when the last snapshots had left
 
     def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[_Flight]]:
         """Sends `copies` tensors a parameter."""
-        cost, message = self._setting.network.exchange, self._weight_bytes / self._messages
+        cost, message = self._setting.network.exchange, self.message_bytes
         sends, receives = peers.send_to != _NOBODY, peers.recv_from != _NOBODY
         self.bytes_sent += copies * self._weight_bytes * float(sends.mean())
         # The oldest snapshot is overwritten when it has left.
@@ -122,12 +132,13 @@ class _Exchanges(Steps):
 
         def leave(count: int) -> Times:
             """When `count` messages have left."""
-            return begin + count * message * cost.beta_seconds_per_byte
+            # Ranks of a node that are no islands share its link.
+            return begin + count * message * cost.beta_seconds_per_byte * self._setting.island
 
         def arrive(count: int) -> Times:
             return np.where(receives, (leave(count) + cost.alpha_seconds)[source], -np.inf)
 
-        each = self._messages
+        each = self.messages
         flights = [
             _Flight(arrive(copy * each + 1), arrive((copy + 1) * each), each)
             for copy in range(copies)
@@ -161,6 +172,7 @@ class _GossipSteps(_Exchanges):
         self.cycle = options.every
         self._round = 0
         self._flights: list[_Flight] = []  # weights, then state
+        self.gather_seconds = 0.0  # of one tensor a parameter, inside an island
 
     def step(self, number: int, start: Times, pace: Times) -> Times:
         """See `Steps.step`."""
@@ -185,7 +197,8 @@ class _GossipSteps(_Exchanges):
         """Sends a round's snapshot; returns when each rank has taken it."""
         peers = self._schedule.round_peers(self._round) if peers is None else peers
         self._round += 1
-        now, self._flights = self.open(now, peers, 1 + self._options.state_copies)
+        now, flights = self.open(now, peers, 1 + self._options.state_copies)
+        self._flights = [flight.gathered(self.gather_seconds) for flight in flights]
         return now
 
     def _open_if_free(self, start: Times) -> None:
@@ -207,6 +220,33 @@ class _GossipSteps(_Exchanges):
         read = weights.after(start, profile.forward_seconds * pace)
         end = self.close(read + sum(profile.backward_seconds) * pace, state)
         return end + profile.optimizer_seconds * pace
+
+
+class _IslandSteps(Steps):
+    """The ranks of an island step together, as one rank of gossip does over the node's link."""
+
+    def __init__(self, options: Gossip, setting: Setting) -> None:
+        super().__init__()
+        self._size, inside, profile = setting.island, setting.inside, setting.profile
+        alone = replace(setting, network=inside, world_size=self._size, island=1)
+        end = AllReduce().begin(alone).step(0, np.zeros(1), np.ones(1))
+        lag_seconds = float(end[0]) - profile.compute_seconds  # of the mean of the last gradients
+        profile = replace(profile, optimizer_seconds=profile.optimizer_seconds + lag_seconds)
+        islands = setting.world_size // self._size
+        self._islands = _GossipSteps(
+            options, replace(setting, profile=profile, world_size=islands, island=1)
+        )
+        slice_bytes = self._islands.message_bytes / self._size
+        gather_seconds = float(inside.all_gather(self._size)(slice_bytes))
+        self._islands.gather_seconds = self._islands.messages * gather_seconds
+        self.cycle = self._islands.cycle
+
+    def step(self, number: int, start: Times, pace: Times) -> Times:
+        """See `Steps.step`."""
+        of_islands = [times.reshape(-1, self._size).max(axis=1) for times in (start, pace)]
+        end = self._islands.step(number, *of_islands)
+        self.bytes_sent = self._islands.bytes_sent / self._size
+        return np.repeat(end, self._size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from gossipgrad.planning import Profile
 from ._network import Network
 
 __all__ = [
+    "INSIDE_BITS_PER_SECOND",
     "Setting",
     "Steps",
     "Strategy",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 Times = Float[np.ndarray, " rank"]
+
+INSIDE_BITS_PER_SECOND = 1e11  # about what PCIe gives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +96,21 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One case: a model's compute, a network, a number of ranks."""
+    """One case: a model's compute, a network, a number of ranks.
+
+    Attributes:
+        profile: Compute of a step, and the tensors that travel.
+        network: Cost of messages between nodes.
+        world_size: The number of ranks.
+        island: Ranks of a node, which share its link. Replicas that gossip are then islands.
+        inside: Cost of messages inside a node.
+    """
 
     profile: Profile
     network: Network
     world_size: int
+    island: int = 1
+    inside: Network = Network.from_rate(INSIDE_BITS_PER_SECOND)  # noqa: RUF009  (it is frozen)
 
 
 class Steps(ABC):

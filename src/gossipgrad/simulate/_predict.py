@@ -9,7 +9,7 @@ from gossipgrad.planning import Profile
 
 from ._collective_steps import AllReduce, Local, Sparse
 from ._gossip_steps import Gossip, Suda
-from ._model import Setting, Strategy, Workers
+from ._model import INSIDE_BITS_PER_SECOND, Setting, Strategy, Workers
 from ._network import Network
 
 __all__ = ["STRATEGIES", "Prediction", "predict"]
@@ -71,6 +71,8 @@ def predict(
     world_size: int,
     workers: Workers | None = None,
     steps: int | None = None,
+    island: int = 1,
+    inside: Network | None = None,
 ) -> Prediction:
     """How long a step of that model takes, with that strategy, on so many ranks.
 
@@ -88,6 +90,9 @@ def predict(
         workers: Jitter and stragglers; None: every rank computes as the profile says.
         steps: How many to step through; None: as many as take a second or a few. Rounded up to
             whole periods of local steps.
+        island: Ranks of a node, which share its link. Gossip is then that of islands; an all-reduce
+            sends over that link what one rank sends.
+        inside: Cost of messages inside a node; None: 100 Gbit/s.
 
     Returns:
         The means.
@@ -110,10 +115,19 @@ def predict(
         )
     if steps is not None and steps < 1:
         raise ValueError(f"steps is {steps}: step through 1 or more")
+    if island < 1 or world_size % island:
+        raise ValueError(
+            f"island is {island}: give a number of ranks of which world_size={world_size} is a "
+            "multiple"
+        )
     profile = Profile.load(profile) if isinstance(profile, str) else profile
+    inside = inside or Network.from_rate(INSIDE_BITS_PER_SECOND)
+    setting = Setting(
+        profile=profile, network=network, world_size=world_size, island=island, inside=inside
+    )
     strategy, workers = _resolve(strategy), workers or Workers()
     with np.errstate(over="ignore", invalid="ignore"):  # a ValueError below
-        running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
+        running = strategy.begin(setting)
         counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _RANK_STEPS // world_size))
         cycle = running.cycle
         warm_up = math.ceil(max(8, 2 * (world_size - 1).bit_length()) / cycle) * cycle
