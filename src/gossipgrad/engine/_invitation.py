@@ -128,13 +128,18 @@ class Invitation:
         except GossipError as error:  # no reason not to train
             logger.warning("rank %d: none can join: %s", self._group.rank, first_line(error))
 
-    def send_replica(self, joiners: Sequence[int], position: dict[str, int]) -> None:
+    def send_replica(
+        self, joiners: Sequence[int], position: dict[str, int], *, is_first: bool = True
+    ) -> None:
         """Copy the replica, between two steps, and send it to joiners in the background.
 
-        An error is sent to them, and not raised here.
+        An error is sent to them, and not raised here. Only the first rank of an island sends it:
+        that of the joining island gives it to the others there.
         """
         try:
-            state = replica_state(self._replica.model, self._replica.optimizers)
+            state = None
+            if is_first:
+                state = replica_state(self._replica.model, self._replica.optimizers)
             answer: dict[str, Any] = {"replica": state, "position": position}
         except Exception as error:
             answer = {"error": first_line(error)}

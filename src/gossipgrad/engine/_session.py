@@ -647,7 +647,8 @@ class Session:
         """Send this rank's replica to joiners, between two steps."""
         if self._invitation is not None and self._rounds is not None and self._driver is not None:
             position = position_of(self._rounds, self._driver.steps, self.settings.every)
-            self._invitation.send_replica(joiners, position)
+            is_first = self._island is None or self._island.index == 0
+            self._invitation.send_replica(joiners, position, is_first=is_first)
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
@@ -801,11 +802,11 @@ class Session:
             self._invitation.publish()
         else:
             state = joiner.receive(rounds, members)
-            if (why := misfit(replica.model, replica.optimizers, state)) is not None:
-                raise ValueError(f"the replica that was sent does not fit: {why}")
-            if self._island is not None:  # those of donors in the midst of other steps differ
+            if self._island is not None:  # its first rank alone received a replica
                 state = broadcast_values(self._island.group, state)
                 joiner.position = self._island.agree(joiner.position)[0]
+            if (why := misfit(replica.model, replica.optimizers, state)) is not None:
+                raise ValueError(f"the replica that was sent does not fit: {why}")
             load_replica(replica.model, replica.optimizers, state)
 
     def _broadcast(self) -> None:
