@@ -28,6 +28,8 @@ def start(*arguments):
 def test_two_launchers_share_one_run_that_another_worker_joins(tmp_path):
     shared = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}", "--nproc", 1)
     shared += ("--epochs", 100_000, "--out", tmp_path / "run", "--lr", 0.01)
+    # Others need the processors until the third one has joined.
+    shared += ("--faults", "delay rank=1 rounds=0-100000 seconds=0.2")
     other = start(*shared, "--node-rank", 1)
     joiner = []
 
