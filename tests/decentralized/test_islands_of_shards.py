@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
+from gossipgrad.comm import Faults, FaultyTransport, TCPTransport
 from support.processes import run_processes
 from support.sessions import run_sessions
 
@@ -87,3 +88,62 @@ def test_a_mesh_of_three_axes_trains_like_whole_replicas(shards, tensors):
     for rank, ours in enumerate(found):
         for mine, other in zip(ours, expected[rank // (shards * tensors)], strict=True):
             assert mine == pytest.approx(other, rel=1e-4, abs=2e-6)
+
+
+def check_equal(shard, mesh):
+    """Ranks that repeat a shard have equal ones."""
+    both = [torch.empty_like(shard) for _ in range(2)]
+    dist.all_gather(both, shard.detach(), group=mesh["tensor"].get_group())
+    assert torch.equal(*both)
+
+
+def with_late_parts(rank, store):
+    """The rank that repeats a shard gets its parts late, or not at all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("gossip", "shard", "tensor"))
+    replica, _, index = mesh.get_coordinate()
+    faults = "delay rank=0 rounds=1-3 seconds=0.3; drop rank=1 round=5"
+    faults = Faults.parse(faults if index else "")
+    for mode in (gg.Stale(), gg.Overlap(patience_seconds=0.01)):
+        model = with_norm()
+        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gg.gossip(
+            model,
+            optimizer,
+            mode=mode,
+            mesh=mesh["gossip"],
+            island=mesh["shard", "tensor"],
+            bucket_bytes=100,
+            transport=lambda group: FaultyTransport(TCPTransport(group), faults),
+        ) as session:
+            norm = model[0].weight.to_local()
+            with torch.no_grad():
+                norm.add_(replica)
+            for step in range(8):
+                model(batch(replica, 0, step)).square().mean().backward()
+                optimizer.step()
+                check_equal(norm, mesh)
+            outcomes = session.stats().outcomes
+            with session.consensus():
+                check_equal(norm, mesh)
+            session.average_()
+            check_equal(norm, mesh)
+            if isinstance(mode, gg.Stale):  # another mode may give up what is too late
+                assert torch.allclose(norm, torch.full_like(norm, 1.5))
+            dist.barrier()
+        if index:
+            assert outcomes["late"] + outcomes["void"] > 0
+
+
+def test_ranks_that_repeat_a_shard_keep_it_equal_though_parts_are_late():
+    run_processes(4, with_late_parts)

@@ -41,6 +41,7 @@ from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._rebuild import rebuild_together
+from gossipgrad.engine._repeated_shards import RepeatedShards
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._saving import state_on_one, warn_of_load, watch_state_dict, watch_states
@@ -116,6 +117,7 @@ class Session:
     ) -> None:
         self.group, self.replica, self._island = group, replica, island
         self._gradients: IslandGradients | None = None
+        self._repeats: RepeatedShards | None = None
         self._island_address = ""
         self.schedule, self.settings = settings.schedule, settings
         self._recorder, self._heartbeats = recorder, heartbeats
@@ -306,6 +308,8 @@ class Session:
         self._check_ready("average_")
         self._averaging.enter_collective("average", self._pending_change())
         self._averaging.average(self.flows)
+        if self._repeats is not None:
+            self._repeats.level()
         if self.can_grow and self._averaging.is_any(self.replica.set_change() is not None):
             self._adopt()
         self._run.equal_at_step = self._run.steps
@@ -656,6 +660,8 @@ class Session:
         self._warn_of_load()
         if self.can_grow and not self._run.is_mid_step:
             self.replica.adopt(self.average_)
+        if self._island is not None and not self._island.is_whole and self._repeats is None:
+            self._repeats = RepeatedShards(self._island, self.flows)
         if self._gradients is not None and not self._run.is_mid_step:
             if torch._C._current_graph_task_id() != -1:
                 raise GossipError(
@@ -668,6 +674,8 @@ class Session:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._run.after_step(optimizer)
+        if self._repeats is not None and self._rounds is not None and not self._run.is_mid_step:
+            self._repeats.after_step(self._rounds, self._averaging.averages)
 
     def _renew(self) -> None:
         """Create the flows of the parameters as they are now; all ranks have met."""
@@ -707,6 +715,8 @@ class Session:
                 for number, (bucket, mean) in enumerate(self._averaging.means(self._weights)):
                     if is_shown:
                         bucket.show(mean, memory[number], kept)
+                if self._repeats is not None and is_shown:
+                    self._repeats.level(is_shown=True)
                 self._in_consensus, self._kept = True, kept
                 yield
             finally:
@@ -747,6 +757,7 @@ class Session:
         flows = self._make_flows()
         if self._island is not None:
             self._island.use(flows)
+            self._repeats = None
             if self._island.is_whole:
                 agree_on(self._island.group, replica.model, replica.optimizers, self._describe())
             self._average_gradients(self._island)
