@@ -189,11 +189,11 @@ def test_t11_a_stream_behind_a_norm_loses_channels_at_the_error_that_is_said(nor
         small = copy.deepcopy(model)
         plan.apply(small)
         with torch.no_grad(), merged(model, plan):
-            torch.testing.assert_close(model(x), small(x), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(model(x), small(x), rtol=1e-3, atol=1e-3)
         y, after = model(x).detach(), small(x).detach()
         change = (y - after).square().sum(1).mean() / y.var(0, unbiased=False).sum()
-        assert change <= 1.05 * plan.mergings[0].error <= 1.05 * budget
-        assert change >= 0.1 * plan.mergings[0].error
+        assert change <= 1.2 * plan.mergings[0].error <= 1.2 * budget
+        assert change >= 0.45 * plan.mergings[0].error
         assert small.norm.normalized_shape == (len(small.norm.weight),)
         errors.append(change)
     assert len(errors) >= 3

@@ -403,6 +403,14 @@ class Coupling(TorchDispatchMode):
         ahead = output.ndim - args[0].ndim
         return [Axis(tuple(d + ahead for d in a.dims), a.labels) for a in self._state[id(args[0])]]
 
+    def _op_repeat(self, name: str, args: Any, kwargs: Any, output: Tensor) -> Axes:
+        ahead, times = output.ndim - args[0].ndim, args[1]
+        found = []
+        for axis in self._state[id(args[0])]:
+            dims = tuple(d + ahead for d in axis.dims)
+            found.append(Axis(dims, np.tile(axis.labels, [times[d] for d in dims])))
+        return found
+
     def _op_permute(self, name: str, args: Any, kwargs: Any, output: Tensor) -> Axes:
         x = args[0]
         if name == "t":

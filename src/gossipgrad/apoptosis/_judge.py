@@ -62,7 +62,6 @@ def options_of(
     model: nn.Module,
     neurons: Neurons,
     moments: Mapping[str, Moments],
-    powers: Mapping[str, Tensor],
     counts: Sequence[int],
 ) -> Options:
     """Return the errors of some numbers of removed neurons, ascending, on the sample."""
@@ -71,7 +70,7 @@ def options_of(
     order = removal_order(consumers, counts[-1], merges=merges)
     errors = errors_of(consumers, order, counts, merges=merges)
     for number, count in enumerate(counts):
-        of_norms = _of_norms(model, neurons, powers, split(order, count)[1])
+        of_norms = _of_norms(model, neurons, moments, split(order, count)[1])
         errors[number] += max((error for error, _ in of_norms.values()), default=0.0)
     return Options(neurons, order, (0, *counts), (0.0, *errors))
 
@@ -81,7 +80,6 @@ def merging_of(
     options: Options,
     chosen: int,
     moments: Mapping[str, Moments],
-    powers: Mapping[str, Tensor],
 ) -> Merging:
     """Return the merges of the chosen option."""
     neurons, count = options.neurons, options.counts[chosen]
@@ -104,7 +102,7 @@ def merging_of(
         kept,
         dict(zip(neurons.consumers, folds, strict=True)),
         shifts,
-        scales={path: s for path, (_, s) in _of_norms(model, neurons, powers, removed).items()},
+        scales={path: s for path, (_, s) in _of_norms(model, neurons, moments, removed).items()},
         error=options.errors[chosen],
     )
 
@@ -122,25 +120,22 @@ def _may_merge(model: nn.Module, neurons: Neurons) -> bool:
 
 
 def _of_norms(
-    model: nn.Module, neurons: Neurons, powers: Mapping[str, Tensor], removed: Tensor
+    model: nn.Module, neurons: Neurons, moments: Mapping[str, Moments], removed: Tensor
 ) -> dict[str, tuple[float, float]]:
     """Return by norm over the neurons the error that is left without some, and its gains' factor.
 
     A norm divides by the root of the mean square, which loses the share r of those removed. Gains
-    make up for its mean; its variance is at most that of summands that rise together. LayerNorm
-    subtracts a mean that changes by at most the sum of their roots of mean squares.
+    make up for its mean; what is left is its variance. LayerNorm subtracts another mean, too.
     """
     found = {}
     for path in neurons.row_norms(model):
-        rows, squares, fourths = powers[path].cpu()
-        squares, fourths = squares / rows.clamp(min=1), fourths / rows.clamp(min=1)
+        squares, values = moments[f"{path} squares"], moments.get(f"{path} values")
         width, kept = neurons.width, neurons.width - len(removed)
-        lost = min(float(squares[removed].sum()) / width, 1 - 1e-6)
-        deviations = (fourths - squares.square()).clamp(min=0).sqrt()
-        deviation = float(deviations[removed].sum()) / width
-        error = min(deviation**2, lost * (1 - lost)) / (2 * (1 - lost)) ** 2
-        if isinstance(model.get_submodule(path), nn.LayerNorm):
-            error += (float(squares[removed].sqrt().sum()) / kept) ** 2
+        lost = min(float(squares.mean[0, removed].sum()) / width, 1 - 1e-6)
+        variance = squares.second_of_sum(removed, about_mean=True) / width**2
+        error = variance / (2 * (1 - lost)) ** 2
+        if values is not None:
+            error += values.second_of_sum(removed, about_mean=False) / kept**2
         found[path] = error, ((1 - lost) * width / kept) ** 0.5
     return found
 

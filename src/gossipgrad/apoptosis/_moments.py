@@ -16,6 +16,7 @@ __all__ = ["Moments", "Watch"]
 _ROWS = 512, 2048  # used of one batch: at least, at most, between them one for two inputs
 _AT_ONCE = 2048  # rows per multiplication
 _BLOCK = 1024  # entries whose products with others are kept in one tensor
+_SQUARES, _VALUES = "squares", "values"  # of what a norm makes
 _FULL = 2048  # neurons times taps, up to which moments between taps are kept
 
 
@@ -72,6 +73,11 @@ class Moments:
             full[start:stop, start:] = block
             full[start:, start:stop] = block.T
         return full.div_(self.count).view(kept, width, kept, width)
+
+    def second_of_sum(self, chosen: Tensor, *, about_mean: bool) -> float:
+        """Return the second moment of the sum of chosen neurons, which have one tap."""
+        covariance, mean = self.covariance()[0, :, 0].cpu(), float(self.mean[0, chosen].sum())
+        return float(covariance[chosen][:, chosen].sum()) + (0.0 if about_mean else mean**2)
 
     @property
     def output_variance(self) -> float:
@@ -151,7 +157,6 @@ class Watch:
         self._layers = layers
         for number, path in enumerate(layers):
             self._count(model.get_submodule(path), number)
-        self.powers: dict[str, Tensor] = {}
         for each in neurons:
             for path in each.row_norms(model):
                 self._hook_norm(model, each, path)
@@ -189,24 +194,27 @@ class Watch:
         self._handles.append(layer.register_forward_hook(count))
 
     def _hook_norm(self, model: nn.Module, neurons: Neurons, path: str) -> None:
-        """Sum second and fourth powers of what a norm makes, without gain and bias."""
+        """Measure what a norm makes, without gain and bias: squares, and of LayerNorm values."""
         norm, indices = model.get_submodule(path), neurons.entries[f"{path}.weight 0"].indices
         device = weight_of(norm).device
-        powers = torch.zeros(3, neurons.width, dtype=torch.float64, device=device)
-        self.powers[path] = powers
+        is_centred = isinstance(norm, nn.LayerNorm)
+        kept = {what: (neurons.name, f"{path} {what}") for what in (_SQUARES, _VALUES)}
+        for key in [*kept.values()][: 1 + is_centred]:
+            self.moments[key] = Moments(neurons.width, 1, device=device)
 
         @torch.compiler.disable
         @torch.no_grad()
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if module is norm and module.training:
-                rows = inputs[0].flatten(0, -2)[:, indices[:, 0].to(device)].float()
-                if isinstance(norm, nn.LayerNorm):
+                x = inputs[0].flatten(0, -2)
+                rows = x[:: -(-len(x) // _most_rows(neurons.width))]
+                rows = rows[:, indices[:, 0].to(device)].float()
+                if is_centred:
                     rows = rows - rows.mean(1, keepdim=True)
-                squares = rows.square()
-                squares /= squares.mean(1, keepdim=True) + 1e-30
-                squares = squares[squares.isfinite().all(1)]
-                sums = torch.ones_like(squares), squares, squares.square()
-                powers.add_(torch.stack([each.sum(0) for each in sums]))
+                rows = rows / (rows.square().mean(1, keepdim=True) + 1e-30).sqrt()
+                self.moments[kept[_SQUARES]].add(rows.square().unsqueeze(1))
+                if is_centred:
+                    self.moments[kept[_VALUES]].add(rows.unsqueeze(1))
 
         self._handles.append(norm.register_forward_hook(add))
 

@@ -243,7 +243,7 @@ class ShrinkSession:
         if self.replicas.world_size > 1:
             try:
                 sums = [t for each in moments.values() for t in each.tensors()]
-                self.replicas.mean_([*sums, watch.positions, *watch.powers.values()])
+                self.replicas.mean_([*sums, watch.positions])
             except BaseException:
                 self._forget()  # some are sums of all ranks, some of this one
                 raise
@@ -439,7 +439,7 @@ class ShrinkSession:
             moments = self._moments_of(each) if counts else {}
             has_seen = all(held.count * held.ranks >= 2 for held in moments.values())
             if counts and has_seen and due > 0:  # a layer that saw no batch only sits out
-                options.append(options_of(self._inner, each, moments, watch.powers, counts))
+                options.append(options_of(self._inner, each, moments, counts))
         positions = watch.positions_by_layer()
         work = Work(self._inner, self.neurons, positions, self.settings.round_to)
         chosen = plan_counts(options, work, due)
@@ -450,7 +450,6 @@ class ShrinkSession:
                     each,
                     chosen[each.neurons.name],
                     self._moments_of(each.neurons),
-                    watch.powers,
                 )
                 for each in options
                 if each.neurons.name in chosen
@@ -459,7 +458,8 @@ class ShrinkSession:
 
     def _moments_of(self, each: Neurons) -> dict[str, Moments]:
         assert self._watch is not None
-        return {path: self._watch.moments[each.name, path] for path in each.consumers}
+        held = self._watch.moments.items()
+        return {path: moments for (name, path), moments in held if name == each.name}
 
     def _counts(self, each: Neurons) -> list[int]:
         return counts_of(each, self.settings.round_to, self.settings.at_most)
