@@ -77,6 +77,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         start_fork_server()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the fork server before the workers of xdist, which share it."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        from support.processes import start_fork_server
+
+        start_fork_server()
+
+
 def pytest_collection_finish() -> None:
     """Keeps what imports and the collection have made out of every collection of garbage."""
     gc.collect()

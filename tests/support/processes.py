@@ -1,6 +1,10 @@
 """True processes, out of a fork server that has torch loaded: about a second for four."""
 
+import gc
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
 import random
 import socket
 import traceback
@@ -22,11 +26,25 @@ _PRELOAD = [
     "torch._dynamo",
     "gossipgrad.train",
 ]
+_SHARED = "GOSSIPGRAD_TESTS_FORK_SERVER"
 
 
 def start_fork_server() -> None:
-    """Starts the fork server of this process with all that processes of tests need loaded."""
-    ensure_fork_server(_PRELOAD)
+    """Starts the fork server with all that processes of tests need loaded, if none runs yet.
+
+    The workers of xdist share that of the process that started them: each would take as long to
+    load as some twenty tests.
+    """
+    server = multiprocessing.forkserver._forkserver
+    address = os.environ.get(_SHARED)
+    if address is None:
+        ensure_fork_server(_PRELOAD)
+        os.environ[_SHARED] = server._forkserver_address
+    elif server._forkserver_address is None:
+        multiprocessing.forkserver.ensure_running = multiprocessing.resource_tracker.ensure_running
+        server.ensure_running = multiprocessing.resource_tracker.ensure_running
+        server._forkserver_address = address
+        _, server._forkserver_alive_fd = os.pipe()
 
 
 def free_port() -> int:
@@ -101,6 +119,7 @@ def one_by_one(rank: int, store: dist.Store, *calls: tuple[Any, ...]) -> list[An
 def _main(pipe, function, rank, world_size, port, grouped, arguments) -> None:
     import torch
 
+    gc.freeze()  # else each collection goes through all that the fork server has loaded
     torch.set_num_threads(1)
     be_patient()
     try:

@@ -176,9 +176,12 @@ def is_averaged(model: nn.Module, island: dist.ProcessGroup) -> bool:
 
 def _reduced_by_living(own: Container[int]) -> set[int]:
     over: set[int] = set()
-    for each in gc.get_objects():
-        if DistributedDataParallel in type(each).__mro__ and any(
-            id(parameter) in own for parameter in each.parameters()
-        ):
+    classes = _with_subclasses(DistributedDataParallel)
+    for each in gc.get_referrers(*classes):  # an object refers to its class
+        if type(each) in classes and any(id(parameter) in own for parameter in each.parameters()):
             over |= {*dist.get_process_group_ranks(each.process_group)}
     return over
+
+
+def _with_subclasses(base: type) -> list[type]:
+    return [base, *(each for sub in base.__subclasses__() for each in _with_subclasses(sub))]
