@@ -1,6 +1,5 @@
 """When and where roots of factors are computed, and from which step they are used."""
 
-import contextlib
 import os
 import threading
 import time
@@ -207,7 +206,7 @@ class Refresher:
     def _submit(self, compute: Callable[[], Ready]) -> Job:
         if self._pool is None:
             name, self._process = "gossipgrad-roots", os.getpid()
-            self._pool = ThreadPoolExecutor(self.policy.workers, name, _one_core_behind_training)
+            self._pool = ThreadPoolExecutor(self.policy.workers, name, _on_one_core)
         job = self._pool.submit(compute)
         self._given[job] = compute
         return job
@@ -322,13 +321,10 @@ def _has_free_core() -> bool:
     return ranks * torch.get_num_threads() < cores
 
 
-def _one_core_behind_training() -> None:
+def _on_one_core() -> None:
     # It sets this thread's number, and that of threads which start later. Another thread restores
     # the latter: in this one it would set both.
     restore = threading.Thread(target=torch.set_num_threads, args=(torch.get_num_threads(),))
     torch.set_num_threads(1)
     restore.start()
     restore.join()
-    with contextlib.suppress(OSError, AttributeError):
-        thread = threading.get_native_id()  # on Linux each thread has its own priority
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
