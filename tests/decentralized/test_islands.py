@@ -246,3 +246,66 @@ def test_islands_train_like_ranks_with_their_batch(islands, size):
         for rank, ours in enumerate(found):
             for mine, other in zip(ours[name], expected[rank // size], strict=True):
                 assert mine == pytest.approx(other.tolist(), rel=1e-4, abs=2e-6), name
+
+
+UNEQUAL = EXACT | {"stale": EQUAL["stale"], "narrow wire": EQUAL["narrow wire"]}
+
+
+def unequal_islands(rank, store, sizes):
+    """What each setting ends with; ranks beyond the smallest island exchange nothing."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    groups = {}
+    for island, size in enumerate(sizes):
+        groups["island", island] = dist.new_group(range(starts[island], starts[island] + size))
+    for index in range(max(sizes)):
+        ranks = [start + index for start, size in zip(starts, sizes, strict=False) if index < size]
+        if index < min(sizes):
+            groups["between", index] = dist.new_group(ranks)
+        else:
+            for one in ranks:
+                groups["alone", one] = dist.new_group([one])
+    (island,) = (n for n, start in enumerate(starts[:-1]) if start <= rank < starts[n + 1])
+    index, inside = rank - starts[island], groups["island", island]
+    between = groups.get(("between", index)) or groups["alone", rank]
+
+    def inputs(step):
+        return batch(island, index, step)
+
+    found = {}
+    for name, (optimizer, settings) in UNEQUAL.items():
+        model = network(rank)
+        optimizer = optimizer(model.parameters())
+        with gg.gossip(
+            model, optimizer, process_group=between, island=inside, bucket_bytes=100, **settings
+        ) as session:
+            assert (session.rank, session.world_size) == (island, len(sizes))
+            session.load_state_dict(session.state_dict())
+            found[name] = [each.tolist() for each in train(model, optimizer, session, inputs)]
+            check_equal(model, inside)
+            assert session.agree(island) == [*range(len(sizes))]
+            session.average_()
+            check_equal(model, inside)
+            mine = flat(model)
+            assert all(
+                torch.allclose(each, mine, atol=1e-6) for each in gathered(mine, dist.group.WORLD)
+            )
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str)
+def test_islands_of_unequal_sizes_train_like_ranks_with_their_batches(sizes):
+    found = run_processes(sum(sizes), unequal_islands, sizes)
+    islands = [island for island, size in enumerate(sizes) for _ in range(size)]
+
+    def use(me):
+        def inputs(step):
+            return torch.cat([batch(me.rank, index, step) for index in range(sizes[me.rank])])
+
+        return train(me.model, me.optimizer, me.session, inputs)
+
+    for name, (optimizer, settings) in EXACT.items():
+        expected = run_sessions(len(sizes), use, optimizer=optimizer, bucket_bytes=100, **settings)
+        for ours, island in zip(found, islands, strict=True):
+            for mine, other in zip(ours[name], expected[island], strict=True):
+                assert mine == pytest.approx(other.tolist(), rel=1e-4, abs=2e-6), name

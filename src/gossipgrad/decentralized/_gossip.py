@@ -92,7 +92,9 @@ def gossip(
             Whole replicas stay equal bit for bit inside it, and each rank exchanges its share of
             every message. Gradients are averaged inside by DistributedDataParallel over the
             island, FSDP2 or another means of torch; of a bare model by the session. If a rank of it
-            dies, the whole island has to end.
+            dies, the whole island has to end. Of islands of unequal sizes the first ranks of each
+            exchange, as many as the smallest one has; others give a `process_group` of themselves
+            alone, and their `session.membership` has their own island alone.
         wire_dtype: Type on the wire, for example `torch.bfloat16` to halve the bytes. The mean over
             ranks is still kept.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
@@ -148,10 +150,11 @@ def gossip(
             parameters = trained_parameters(model, optimizers).values()
             bucket_bytes = fitting_bucket_bytes(parameters, chosen.wire_dtype)
             chosen = replace(chosen, bucket_bytes=bucket_bytes)
-        size = 1 if inside is None else inside.size()
-        settings = resolve_settings(group.world_size, chosen, island=size)
         if inside is not None:
             shared = Island(inside, start_timeout_seconds=start_timeout_seconds)
+            group = shared.between(group)
+        sizes = (1, 1) if shared is None else (shared.size, shared.slices)
+        settings = resolve_settings(group.world_size, chosen, island=sizes[0], slices=sizes[1])
         with group.limit(start_timeout_seconds):
             return GossipSession(
                 Replica(model, optimizers, call="gossip"),

@@ -145,11 +145,11 @@ def with_options(function: F) -> F:
 
 
 def resolve_settings(
-    world_size: int, options: CheckedOptions, *, island: int = 1
+    world_size: int, options: CheckedOptions, *, island: int = 1, slices: int | None = None
 ) -> GossipSettings:
     """Return the settings of a run that starts with `world_size` ranks; warn of unused options.
 
-    `island` is the number of ranks that share a replica.
+    `island` is the number of ranks that share a replica, of which `slices` exchange, or all.
 
     Raises:
         ValueError: The payload has gradients, and islands exchange none.
@@ -183,7 +183,7 @@ def resolve_settings(
         exchanges=int(options.exchanges),
         compress=compressor,
         outer=optimizer,
-        island=island,
+        island=slices or island,
         seed=int(options.seed) if masked else 0,
     )
 

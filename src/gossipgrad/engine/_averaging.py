@@ -165,14 +165,14 @@ class Averaging:
         try:
             entered = self._enter(rounds, kind, changed)
         except GossipError as error:
-            island.agree([first_line(error), 0])
+            island.agree([first_line(error), 0, False])
             raise
-        answers = island.agree([None, rounds.next_round])
-        rounds.next_round = max(next_round for _, next_round in answers)
-        for index, (why, _) in enumerate(answers):
+        answers = island.agree([None, rounds.next_round, entered])
+        rounds.next_round = max(next_round for _, next_round, _ in answers)
+        for index, (why, *_) in enumerate(answers):
             if why is not None:
                 raise GossipError(f"rank {index} of this island: {why}")
-        return entered
+        return answers[0][2]
 
     def _agree_on_members(self, rounds: Rounds, island: Island) -> None:
         """Wait, not long, until the ranks of this island know of the same other islands.
@@ -186,7 +186,7 @@ class Averaging:
         while True:
             self._members.follow_latest(rounds)
             is_late = time.monotonic() > deadline
-            views = island.agree([*self._members.current.living, is_late])
+            views = island.agree([*self._members.current.living, is_late])[: island.slices]
             if any(late for *_, late in views) or all(view == views[0] for view in views):
                 return
             time.sleep(_LOOK_SECONDS)
@@ -266,12 +266,12 @@ class Averaging:
         json.dumps(value)  # raise before the others are involved
         self.enter_collective("agree")
         with self.together():
-            return self._try(lambda: self._group.all_gather_object(value), lambda: [value])
+            return self._gather(value)
 
     def is_any(self, value: bool) -> bool:
         """Return whether a value is true on some rank; all ranks have met."""
         with self.together():
-            return self._try(lambda: any(self._group.all_gather_object(int(value))), lambda: value)
+            return any(self._gather(int(value)))
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their mean over the living ranks, in place."""
@@ -318,8 +318,13 @@ class Averaging:
         """Replace a tensor by its mean over all ranks, those of an island of equal ranks, too."""
         self._try(lambda: self._group.mean_(tensor), lambda: tensor)
         if self._island is not None and self._island.is_whole:
-            self._island.group.mean_(tensor)
+            self._island.mean_(tensor)
         return tensor
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return every living rank's value."""
+        found = self._try(lambda: self._group.all_gather_object(value), lambda: [value])
+        return found if self._island is None else self._island.from_first(found)
 
     def drain(self) -> None:
         """Mix everything in flight, including late parts; all ranks have met."""
@@ -449,7 +454,7 @@ class Averaging:
         """Return the running statistics that have equal shapes on all ranks; name others once."""
         own = statistics(self._model)
         shapes = {name: list(buffer.shape) for name, buffer in own.items()}
-        gathered = self._try(lambda: self._group.all_gather_object(shapes), lambda: [shapes])
+        gathered = self._gather(shapes)
         names = sorted({name for each in gathered for name in each})
         unlike = [n for n in names if any(each.get(n) != gathered[0].get(n) for each in gathered)]
         if unlike and not self._has_named_unlike:

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Sequence
 
-from gossipgrad.comm import Channel, Group, Liveness, Recorder, Transport, all_parameters
+from gossipgrad.comm import Channel, Group, Hub, Liveness, Recorder, Transport, all_parameters
 from gossipgrad.engine._flow import Flow
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._joiner import Joiner
@@ -39,6 +39,9 @@ def connect(
         if joiner is None
         else joiner.run
     )
+    living = None if joiner is None else joiner.membership.living
+    if island is not None and not island.exchanges:
+        transport, living = _no_links, group.members
     parts = [part for flow in flows for part in flow.parts]
     pieces = largest_piece_bytes(
         all_parameters(replica.model, replica.optimizers).values(),
@@ -53,9 +56,14 @@ def connect(
         window=settings.window,
         generation=0 if joiner is None else joiner.membership.generation,
         liveness=liveness,
-        peers=None if joiner is None else joiner.membership.living,
+        peers=living,
     )
     return Rounds(channel, settings.schedule, settings.mode, recorder=recorder, island=island)
+
+
+def _no_links(group: Group, largest_bytes: int) -> Transport:
+    """Return the links of a rank that exchanges nothing."""
+    return Hub(group.world_size).transport(group.rank)
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:

@@ -25,12 +25,16 @@ A thread gathers while the step computes:
 3. As the step ends, the training thread takes them in the same order. It decides how long to wait
    for a part, as in any session, and then lets the thread gather without it.
 4. What the training threads ask each other goes through another group: threads never meet there.
+
+Where islands are of unequal sizes, the first ranks of each exchange slices, as many as the smallest
+island has. The others of a larger one take part in its means and gathers, and what the first rank
+learns in a collective with other islands is what they learn.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +47,8 @@ from gossipgrad.engine._transfer import Transfer
 from gossipgrad.errors import GossipError
 
 __all__ = ["GatheredRound", "Island"]
+
+T = TypeVar("T")
 
 _WAKE_SECONDS = 0.05  # a wait for a part that turns void wakes this often
 
@@ -93,6 +99,7 @@ class Island:
         group: Collectives among its ranks, for the training thread.
         index: The number of this rank in it.
         size: How many ranks it has.
+        slices: How many of them exchange a slice: the first ones.
         is_whole: Whether its ranks have equal replicas; otherwise each has a shard of one.
         round: The round that the thread gathers, None for none.
 
@@ -105,6 +112,7 @@ class Island:
     ) -> None:
         self.process_group = process_group
         self.index, self.size = process_group.rank(), process_group.size()
+        self.slices = self.size
         self.is_whole = True
         self.round: GatheredRound | None = None
         self._sliced: list[SlicedBucket] = []
@@ -131,7 +139,48 @@ class Island:
     @property
     def share(self) -> tuple[int, int]:
         """This rank's slice of a bucket, and how many there are."""
-        return self.index, self.size
+        return self.index, self.slices
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this rank exchanges a slice."""
+        return self.index < self.slices
+
+    def between(self, group: Group) -> Group:
+        """Return the group of this rank with other islands; a collective.
+
+        Ranks that exchange nothing have a group without others, and get one in which they have the
+        number of their island.
+
+        Raises:
+            ValueError: On all of them. Others than the first ranks have such groups.
+        """
+        found = self.group.all_gather_object([group.world_size, group.rank])
+        self.slices = found.count(found[0])
+        if found[self.slices :] != [[1, 0]] * (self.size - self.slices):
+            raise ValueError(
+                "the ranks of an island are in groups of (size, rank) "
+                f"{', '.join(f'({size}, {rank})' for size, rank in found)} with other islands. "
+                "All have the number of their island there, and of unequal islands the first ranks "
+                "exchange, as many as the smallest has: give the others a process group of "
+                "themselves alone, dist.new_group([rank])"
+            )
+        if self.exchanges:
+            return group
+        group.close()
+        world_size, rank = found[0]
+        return Group(dist.HashStore(), rank, world_size, members=(rank,))
+
+    def from_first(self, value: T) -> T:
+        """Return what the first rank has, if not all exchange; then a collective."""
+        return value if self.slices == self.size else self.agree(value)[0]
+
+    def mean_(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its mean over the ranks that exchange; a collective."""
+        if not self.exchanges:
+            tensor.zero_()
+        self.group.mean_(tensor)
+        return tensor if self.slices == self.size else tensor.mul_(self.size / self.slices)
 
     def close(self) -> None:
         """Leave the island without waiting; the others' next collective in it fails."""

@@ -539,7 +539,7 @@ class Rounds:
                     self.receive(transfer, bucket, 0.0)  # counts it
                     delta = transfer.delta(bucket)
                     if delta is not None and delta.square is not None:
-                        squares.append(delta.square * island.size)  # of a slice
+                        squares.append(delta.square * island.slices)  # of a slice
                     transfer.finished.add(bucket)
                     transfer.forget(bucket)
                 elif transfer.exchanges[bucket].outcome in (Outcome.VOID, Outcome.DEAD_PEER):

@@ -132,12 +132,15 @@ class Session:
         self._invitation: Invitation | None = None
         self._at_exit: Any = None
         self._watches: list[RemovableHandle] = []
+        membership = None if joiner is None else joiner.membership
+        if island is not None and not island.exchanges:
+            membership = Membership(generation=0, living=group.members)
         try:
             self._members = Members(
                 group,
                 settings.schedule,
-                heartbeats,
-                membership=None if joiner is None else joiner.membership,
+                heartbeats if island is None or island.exchanges else None,
+                membership=membership,
                 name="" if joiner is None else joiner.name,
             )
         except BaseException:
@@ -572,6 +575,8 @@ class Session:
         if self._island is not None:
             problem = next((why for why in self._island.agree(problem) if why), None)
         next_round = keeper.check_together(self.group, state, problem)
+        if self._island is not None:
+            next_round = self._island.from_first(next_round)
         try:
             with self._averaging.together():
                 keeper.load_state_dict(state, next_round)
@@ -758,6 +763,11 @@ class Session:
         if self._island is not None:
             self._island.use(flows)
             self._repeats = None
+            if not self._island.is_whole and self._island.slices < self._island.size:
+                raise ValueError(
+                    "the replica is sharded, and each rank of an island exchanges its own shards: "
+                    "islands then have equal sizes"
+                )
             if self._island.is_whole:
                 agree_on(self._island.group, replica.model, replica.optimizers, self._describe())
             self._average_gradients(self._island)
@@ -800,8 +810,10 @@ class Session:
             refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
         members.replica_sender = WeakMethod(self._send_replica)
-        if self._island is not None and self._invitation.refusal is None:
-            self._island_address = ",".join(self._island.agree(self._invitation.address()))
+        if self._island is not None:
+            can_join = self._invitation.refusal is None
+            found = self._island.agree(self._invitation.address() if can_join else "")
+            self._island_address = ",".join(filter(None, found))
         if joiner is None:
             # Heartbeats first:
             #  1. a large model takes longer than a lease on a slow network;

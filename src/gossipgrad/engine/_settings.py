@@ -27,7 +27,7 @@ class RoundSettings:
         bucket_bytes: Size of a message.
         exchanges: Rounds at the end of a step, each with another partner; for flows after the
             update.
-        island: Ranks that share a replica.
+        island: Ranks of a replica that exchange a slice of it.
     """
 
     schedule: Schedule
