@@ -60,6 +60,32 @@ def test_mistakes_are_one_line(monkeypatch, capsys, error, code):
     assert capsys.readouterr().err == "gossipgrad: error: no\n"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --no-such-option",
+        "train --lr fast",
+        "train --nproc 0",
+        "train --data of-nobody",
+        "train --faults none",
+        "train --epochs",
+        "demo --epochs many",
+        "demo --out a-file",
+        "probe --seconds",
+        "predict 4-machines",
+        "report --port http a-run",
+        "export one-name",
+    ],
+)
+def test_options_that_cannot_be_read_are_one_line(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("gossipgrad: error: ")
+
+
 def test_an_error_after_the_options_were_checked_keeps_its_traceback(monkeypatch, tmp_path):
     inside = ValueError("not enough values to unpack")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from gossipgrad import data
 from gossipgrad.report import write_report
 from gossipgrad.train import Outcome, TrainConfig, build_model, find_world, run
+
+from ._output import parse, writing
 
 # Says that the runs beside it are of a demo, and may be replaced.
 _MARKER = ".gossipgrad-demo"
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
         ValueError: The world is given, and the demo could not start its own; or `out` holds runs of
             another command.
     """
-    options = tyro.cli(DemoOptions, args=arguments, prog="gossipgrad demo")
+    options = parse(DemoOptions, arguments, "demo")
     if (world := find_world(os.environ, nproc=options.nproc)) is not None:
         raise ValueError(
             f"the demo starts its own workers, and this is {world.found_by}. `gossipgrad train` "
@@ -64,8 +65,9 @@ def main(arguments: list[str]) -> int:
                 f"out is {options.out}, but its folder {strategy} is not of a demo, which would "
                 "replace it; name another folder with --out."
             )
-    options.out.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    with writing("--out", options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     config = TrainConfig(
         nproc=options.nproc,
         epochs=options.epochs,

@@ -1,8 +1,10 @@
 """What commands share: how options are parsed, text is printed, and files are written."""
 
+import io
 import json
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,14 +15,46 @@ from rich.table import Table
 Options = TypeVar("Options")
 
 
-def parse(kind: type[Options], arguments: Sequence[str], command: str) -> Options:
-    """The options of a command; flags have no `--no-` beside them."""
-    return tyro.cli(
-        kind,
-        args=arguments,
-        prog=f"gossipgrad {command}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+_NO_PAIRS = (tyro.conf.FlagCreatePairsOff,)
+
+
+def parse(
+    kind: type[Options],
+    arguments: Sequence[str],
+    command: str,
+    *,
+    default: Options | None = None,
+    config: tuple[Any, ...] = _NO_PAIRS,
+) -> Options:
+    """The options of a command; unless `config` is empty, flags have no `--no-` beside them.
+
+    Raises:
+        ValueError: Some cannot be read; it says so in one line.
+    """
+    said = io.StringIO()
+    settings: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(
+                kind, args=arguments, prog=f"gossipgrad {command}", config=config, **settings
+            )
+    except SystemExit as end:
+        if not end.code:  # it has shown the help
+            raise
+        raise ValueError(_one_line(said.getvalue(), command)) from None
+
+
+def _one_line(box: str, command: str) -> str:
+    """What tyro says in a box: a title, a rule, what is wrong, and perhaps help after a rule."""
+    _, wrong, *_ = re.split(r"^\W*-{9,}\W*$", box, maxsplit=2, flags=re.MULTILINE)
+    text = re.sub(r"(?<=\)) (?=\.)", "", " ".join(wrong.split()))
+    text = re.sub(r"^Error parsing [^-]\S*: ", "", text)
+    if found := re.match(
+        r"Error parsing (--\S+): no type matching (\S+) .* from \['(.*?)'\]", text
+    ):
+        name, kinds, value = found.groups()
+        text = f"{name} is {value!r}, but must be {kinds.replace('{None}|', '')}."
+    return f"{text[0].lower()}{text[1:].rstrip('.')}; see `gossipgrad {command} --help`"
 
 
 def say(*texts: str) -> None:

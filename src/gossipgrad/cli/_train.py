@@ -27,6 +27,7 @@ from gossipgrad.train import (
 )
 
 from . import _launch
+from ._output import parse as parse_options
 from ._train_help import short_help
 
 # What a worker that joins may have otherwise than the run.
@@ -199,15 +200,8 @@ def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
     strategy = _last_given("--strategy", arguments) or default.strategy
     optimizer = _last_given("--optimizer", arguments) or default.optimizer
     own = sections_of(strategy=strategy, optimizer=optimizer)
-    return tyro.cli(
-        TrainOptions,
-        args=[
-            "--help" if argument == "--help-all" else _in_full(argument, own)
-            for argument in arguments
-        ],
-        default=default,
-        prog="gossipgrad train",
-    )
+    words = ["--help" if word == "--help-all" else _in_full(word, own) for word in arguments]
+    return parse_options(TrainOptions, words, "train", default=default, config=())
 
 
 def _last_given(name: str, arguments: list[str]) -> str | None:
