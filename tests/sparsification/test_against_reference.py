@@ -45,7 +45,6 @@ def test_plans(plan, groups, world_size):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"density": 0.3, "select": "per_tensor"},
         {"density": Warmup(densities=(0.5, 0.25), steps=2, then=0.05)},
         {"density": 0.1, "value_dtype": torch.bfloat16},
         {"density": 0.1, "value_dtype": torch.float16},

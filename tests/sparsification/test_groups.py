@@ -34,8 +34,8 @@ def test_what_is_carried_over_outlives_a_whole_round_that_is_not_finite():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"plan": "layerwise"}, {"plan": "single", "select": "per_tensor"}, {"plan": "single"}],
-    ids=["layerwise", "per_tensor", "single"],
+    [{"plan": "layerwise"}, {"plan": "single"}],
+    ids=["layerwise", "single"],
 )
 def test_parameters_without_elements_are_left_alone(settings):
     def make():

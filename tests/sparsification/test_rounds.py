@@ -47,7 +47,6 @@ def rest_of(me):
     ),
     cuts=st.lists(st.booleans(), min_size=3, max_size=3),
     density=st.sampled_from([0.02, 0.3]),
-    select=st.sampled_from(["per_group", "per_tensor"]),
     value_dtype=st.sampled_from([None, torch.bfloat16]),
 )
 def test_nothing_is_lost_whatever_is_planned_anew(world_size, plans, cuts, **more):

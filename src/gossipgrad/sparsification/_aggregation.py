@@ -161,7 +161,6 @@ class Aggregation:
                 [by_name[name] for name in of],
                 merge.method,
                 world_size=self._group.world_size,
-                per_tensor=self._settings.select == "per_tensor",
                 value_dtype=self._settings.value_dtype,
                 momentum=self._settings.momentum_correction,
             )

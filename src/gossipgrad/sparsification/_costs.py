@@ -51,10 +51,7 @@ def measure_methods(
         for size in sizes:
             if size in mine[name]:
                 continue
-            tensors = 1
-            if settings.select == "per_tensor":
-                tensors = max(1, round(len(parameters) / elements * size))
-            grads = _random_gradients(size, tensors, parameters[0].device, dtype)
+            grads = [_random_gradient(size, parameters[0].device, dtype)]
             made = _make_group(name, grads, settings, group, density)
             runs = []
             for _ in range(_RUNS):
@@ -111,12 +108,9 @@ def _sizes(elements: int) -> list[int]:
     return sizes if len(sizes) > 1 else [2 * elements, elements]
 
 
-def _random_gradients(
-    size: int, tensors: int, device: torch.device, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def _random_gradient(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(size)
-    grad = torch.randn(size, generator=generator, device=device).to(dtype)
-    return list(grad.tensor_split(tensors))
+    return torch.randn(size, generator=generator, device=device).to(dtype)
 
 
 def _make_group(
@@ -126,7 +120,6 @@ def _make_group(
         grads,
         method,
         world_size=group.world_size,
-        per_tensor=settings.select == "per_tensor",
         value_dtype=settings.value_dtype,
         momentum=settings.momentum_correction,
     )

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -56,20 +55,18 @@ class MergedGroup:
         method: str,
         *,
         world_size: int,
-        per_tensor: bool,
         value_dtype: torch.dtype | None,
         momentum: float | None,
     ) -> None:
         self.method = method
         self.sizes = [p.numel() for p in parameters]
         self.numel = sum(self.sizes)
-        self.counts: tuple[int, ...] = ()
+        self.count: int | None = None  # of coordinates to send; all, if all are as few bytes
         self.finite = True
         self.select_seconds = self.gather_seconds = self.add_seconds = 0.0  # of the last round
         self.step = 0, 0
         self._shapes = [p.shape for p in parameters]
         self._world_size = world_size
-        self._per_tensor = per_tensor
         self._momentum = momentum
         self._device = parameters[0].device
         self._staging = Staging(self._device)
@@ -93,7 +90,7 @@ class MergedGroup:
     @property
     def sparse(self) -> bool:
         """Whether not everything is sent; otherwise an all-reduce moves fewer bytes."""
-        return self.method == "sparse" and (self._messages is not None or not self.counts)
+        return self.method == "sparse" and (self._messages is not None or self.count is None)
 
     @property
     def bytes_sent(self) -> int:
@@ -120,13 +117,12 @@ class MergedGroup:
         return bool(self._total.any())
 
     def use_density(self, density: float) -> None:
-        """Set the share that is sent from now on; of each tensor or of all, one element or more."""
-        sizes = self.sizes if self._per_tensor else [self.numel]
-        counts = tuple(min(size, max(1, int(density * size))) for size in sizes)
-        if self.counts == counts or self.method != "sparse":
+        """Set the share that is sent from now on, one element or more."""
+        count = min(self.numel, max(1, int(density * self.numel)))
+        if self.count == count or self.method != "sparse":
             return
-        self.counts, self._messages = counts, None
-        if (count := sum(counts)) == self.numel:
+        self.count, self._messages = count, None
+        if count == self.numel:
             return
         dtypes = self._value_dtype, self.dtype
         like = self.numel, count, self._world_size, dtypes, self._device
@@ -308,12 +304,8 @@ class MergedGroup:
 
     def _select(self) -> None:
         assert self._messages is not None
-        if self._per_tensor:
-            pieces, starts = self._total.split(self.sizes), accumulate(self.sizes, initial=0)
-            found = zip(pieces, self.counts, starts, strict=False)
-            indices = torch.cat([top_k(piece, count) + start for piece, count, start in found])
-        else:
-            indices = top_k(self._total, self.counts[0])
+        assert self.count is not None
+        indices = top_k(self._total, self.count)
         chosen, sent = self._messages.pack(indices, self._total[indices], self.step)
         self._swap()
         self._old_kept = True

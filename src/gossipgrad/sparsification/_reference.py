@@ -21,7 +21,7 @@ Letters
 Rules. The comments in the code name the rule that a line implements.
     R1  Merging. Gradients are concatenated by group, groups in the order of backward, and
         selection is from the whole group. (Authors' code, `_push_to_buffer`; sparsification comes
-        after merging.) With select "per_tensor" each tensor has a k of its own. (LAGS-SGD.)
+        after merging.)
     R2  Error feedback. a = e + g. (`TopKCompressor.compress`: `tensor.add_(residual)`.)
     R3  Selection. I = top-k of |a|, k = max(int(n rho), 1). (`TopKCompressor.compress`.)
     R4  e = a, with e[I] = 0. (`TopKCompressor.compress`.) With a narrow q: e[I] = a[I] - q(a[I]).
@@ -77,8 +77,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-SELECTIONS = ("per_group", "per_tensor")
 
 
 def top_k(a: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
@@ -139,7 +137,6 @@ class Reference:
             of `model.parameters()`.
         sparse: For each group whether it is sparsified; None: all are.
         density: rho, or a function from the step to it.
-        select: "per_group" or "per_tensor" (R1).
         value_dtype: The type of values on the wire, None for that of the residuals.
         momentum: m of R8, None for none.
         split: Whether sparsified groups are added up by R11.
@@ -169,7 +166,6 @@ class Reference:
         *,
         sparse: Sequence[bool] | None = None,
         density: float | Callable[[int], float] = 0.001,
-        select: str = "per_group",
         value_dtype: torch.dtype | None = None,
         momentum: float | None = None,
         split: bool = False,
@@ -185,9 +181,7 @@ class Reference:
                 f"groups of {list(groups)} tensors are {sum(groups)}, there are "
                 f"{len(self.tensors[0])}"
             )
-        if select not in SELECTIONS:
-            raise ValueError(f"select must be one of {SELECTIONS}, got {select!r}")
-        self.groups, self.select, self.m = list(groups), select, momentum
+        self.groups, self.m = list(groups), momentum
         self.sparse = [True] * len(groups) if sparse is None else list(sparse)
         self.rho = density if callable(density) else lambda t: density
         self.value_dtype = value_dtype
@@ -228,7 +222,7 @@ class Reference:
                 total += a[r]  # R7
                 self._keep(self.e[r], tensors, torch.zeros_like(total))
             return total / self.p
-        chosen = [self._choose(each, sizes) for each in a]
+        chosen = [self._choose(each) for each in a]
         if self.split:
             chosen = [self._with_room(each, len(total)) for each in chosen]
         for r in range(self.p):  # R5: in this order
@@ -278,15 +272,8 @@ class Reference:
             parts.append((self.e[r][i] + g).flatten())  # R2
         return torch.cat(parts)  # R1
 
-    def _choose(self, a: Float[Tensor, " n"], sizes: Sequence[int]) -> Int[Tensor, " chosen"]:
-        rho = self.rho(self.t)
-        if self.select == "per_group":
-            return top_k(a, max(int(rho * a.numel()), 1))
-        chosen, start = [], 0
-        for n in sizes:
-            chosen.append(start + top_k(a[start : start + n], max(int(rho * n), 1)))
-            start += n
-        return torch.cat(chosen)
+    def _choose(self, a: Float[Tensor, " n"]) -> Int[Tensor, " chosen"]:
+        return top_k(a, max(int(self.rho(self.t) * a.numel()), 1))
 
     def _keep(self, kept: list[Tensor], tensors: range, flat: Float[Tensor, " n"]) -> None:
         """Split a group's new e or u."""

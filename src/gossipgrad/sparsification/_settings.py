@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 METHODS = ("sparse", *DENSE_DTYPES)
-SELECTIONS = ("per_group", "per_tensor")
 MEASURED_RULES = ("optimal", "greedy", "mg-wfbp")
 RULES = (*MEASURED_RULES, "layerwise", "wfbp", "single")
 
@@ -42,7 +41,6 @@ class Settings(RoundSettings):
     bucket_bytes: int = field(default=1, init=False)
     density: Density
     plan: str | int | Plan
-    select: str
     methods: Sequence[str]
     value_dtype: torch.dtype | None
     momentum_correction: float | int | None
@@ -59,8 +57,6 @@ class Settings(RoundSettings):
         if not isinstance(self.density, Warmup):
             check_density(self.density)
             object.__setattr__(self, "density", float(self.density))
-        if self.select not in SELECTIONS:
-            raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {self.select!r}")
         if self.value_dtype is not None and self.value_dtype not in VALUE_DTYPES:
             raise ValueError(
                 f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that "
@@ -100,7 +96,6 @@ class Settings(RoundSettings):
         return {
             "density": repr(self.density),
             "plan": self.plan,
-            "select": self.select,
             "methods": self.methods,
             "value_dtype": self.value_dtype,
             "momentum_correction": self.momentum_correction,

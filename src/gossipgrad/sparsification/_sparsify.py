@@ -34,7 +34,6 @@ def sparsify(
     *,
     density: Density = DEFAULT_DENSITY,
     plan: str | int | Plan = "optimal",
-    select: str = "per_group",
     methods: Sequence[str] = ("sparse", "dense"),
     value_dtype: torch.dtype | None = None,
     momentum_correction: float | None = None,
@@ -89,8 +88,6 @@ def sparsify(
             alone), `"single"` (all in one); bytes at which a group is full; or a
             `gossipgrad.planning.Plan`, which finds its tensors by their names, and without names
             counts them from the model's last to its first.
-        select: `"per_group"`: the largest elements of a group. `"per_tensor"`: of each tensor in
-            proportion to its size, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
         value_dtype: Type of values in sparse messages, such as `torch.bfloat16`; rounding errors
@@ -156,7 +153,6 @@ def sparsify(
             schedule=topology.complete(group.world_size),
             density=density,
             plan=plan,
-            select=select,
             methods=methods,
             value_dtype=value_dtype,
             momentum_correction=momentum_correction,

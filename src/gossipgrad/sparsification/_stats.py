@@ -99,7 +99,7 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
             tensors=len(made.sizes),
             elements=made.numel,
             method=made.method,
-            chosen=sum(made.counts) if made.sparse else made.numel,
+            chosen=(made.count or 0) if made.sparse else made.numel,
             bytes_sent=made.bytes_sent,
             select_seconds=made.select_seconds,
             gather_seconds=made.gather_seconds,

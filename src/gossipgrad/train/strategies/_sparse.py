@@ -41,8 +41,6 @@ class SparseConfig:
     """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent,
     if that is more than density. None: a quarter of an epoch each, of a run of one epoch an eighth;
     0: no stages."""
-    select: Literal["per_group", "per_tensor"] = "per_group"
-    """Whose largest coordinates are sent: of all tensors of a message together, or of each."""
     momentum_correction: bool = False
     """Apply the momentum of sgd before selection, as Deep Gradient Compression does, not after."""
     value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -89,7 +87,6 @@ class Sparse(Lockstep):
             replica.optimizers,
             density=density,
             plan=options.plan,
-            select=options.select,
             methods=methods,
             value_dtype=None if dtype is None else getattr(torch, dtype),
             momentum_correction=correction,
@@ -160,7 +157,7 @@ class SparseStrategy(Strategy):
                 f"optimizer is {setting.optimizer}, and momentum is {setting.momentum}"
             )
         if "sparse" not in _METHODS[options.plan]:
-            names = ("density", "density_warmup_steps", "select", "momentum_correction")
+            names = ("density", "density_warmup_steps", "momentum_correction")
             found |= dict.fromkeys((*names, "value_dtype"), f"plan {options.plan} sends dense")
         return found
 
