@@ -12,7 +12,7 @@ from pathlib import Path
 NAMES = (
     *("network", "time_to_accuracy", "stall", "equal_accuracy", "scale", "gpu", "chaos"),
     *("sparse", "apoptosis", "muon", "suda", "second_order", "local_steps"),
-    "islands",
+    *("islands", "mixing"),
 )
 
 
