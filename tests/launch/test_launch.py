@@ -290,8 +290,9 @@ def test_nproc_gpu_starts_a_worker_for_each_gpu(
 def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(run: Run, script: Path, tmp_path: Path):
     marks = tmp_path / "rank0.json", tmp_path / "deaf1"
     with when(lambda: all(mark.exists() for mark in marks), press_ctrl_c):
-        code, *_ = run("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
+        code, _, said = run("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
     assert code == 128 + signal.SIGINT
+    assert said.splitlines()[-1] == "gossipgrad: stopped by SIGINT"
     assert not any(is_running(int(seen(tmp_path, rank)["pid"])) for rank in (0, 1))
 
 

@@ -205,11 +205,12 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
     assert not workers()
 
 
-def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
+def test_ctrl_c_while_workers_start_leaves_none(tmp_path, capfd):
     with when(lambda: bool(workers()), press_ctrl_c):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert not outcome.begun
+    assert "Traceback" not in capfd.readouterr().err
     assert not workers()
     assert not (tmp_path / "partial").exists()
 

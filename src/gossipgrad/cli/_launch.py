@@ -79,6 +79,7 @@ def main(arguments: list[str], *, prefix: bool = True) -> int:
             island=options.island,
         )
         if launched.stopped_by is not None:
+            print(f"gossipgrad: stopped by {launched.stopped_by.name}", file=sys.stderr)
             rendezvous.close(wait=False)
     return launched.exit_code
 

@@ -193,6 +193,7 @@ def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
         command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]
         launched = launch(command, rendezvous, show=False, supervise=supervise)
     if launched.stopped_by is not None:
+        print(f"gossipgrad: stopped by {launched.stopped_by.name}", file=sys.stderr)
         return launched.exit_code
     failures = [end for rank, end in launched.exits.items() if end.code and rank not in late]
     if failures:

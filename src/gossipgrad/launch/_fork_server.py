@@ -76,8 +76,11 @@ def _run(body: Callable[[], object], environ: dict[str, str], errors: Connection
     errors.close()
     os.environ.clear()
     os.environ.update(environ)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    code = body()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        code = body()
+    except KeyboardInterrupt:  # it came before the body could handle it
+        code = 128 + signal.SIGINT
     raise SystemExit(code)
 
 
