@@ -81,6 +81,18 @@ def test_inverse_roots_of_known_matrices(condition, bounds):
         assert (found - truth).norm() / truth.norm() < bound
 
 
+def test_inverse_roots_of_large_factors_of_low_rank_and_of_zeros():
+    """Of a size for which LAPACK gets a larger matrix."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 30)
+    factors = torch.stack([x @ x.mT, 1e-12 * x @ x.mT, torch.zeros(512, 512)])
+    found = inverse_root(factors, 1e-6)
+    for each, factor in zip(found[:2], factors, strict=False):
+        exact = exact_root(factor, 1e-6)
+        assert (each.double() - exact).norm() < 1e-2 * exact.norm()
+    torch.testing.assert_close(found[2], torch.eye(512))
+
+
 @pytest.mark.parametrize("find", ROOTS)
 def test_a_matrix_that_fails_leaves_the_others_of_its_stack(find):
     good = torch.eye(8) + 0.1

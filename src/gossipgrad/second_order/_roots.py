@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "ROOTS",
@@ -83,10 +83,16 @@ def inverse_root(matrices: Stack, eps: float) -> Stack:
     Raises:
         RuntimeError: LAPACK did not converge.
     """
+    n = matrices.shape[-1]
+    added = _PADDING if n % 512 == 0 else 0  # see `_orthogonal`: it saves a seventh of the time
+    padded = nn.functional.pad(matrices, (0, added, 0, added))
+    below_all = -torch.linalg.matrix_norm(matrices).clamp(min=1e-30).unsqueeze(-1)
+    padded.diagonal(dim1=-2, dim2=-1)[..., n:] = below_all
     try:
-        values, vectors = torch.linalg.eigh(matrices)
+        values, vectors = torch.linalg.eigh(padded)
     except torch.linalg.LinAlgError:
-        values, vectors = (each.to(matrices) for each in torch.linalg.eigh(matrices.double()))
+        values, vectors = (each.to(matrices) for each in torch.linalg.eigh(padded.double()))
+    values, vectors = values[..., added:], vectors[..., :n, added:]
     largest = values[..., -1:].clamp(min=0)
     damped = values.clamp(min=0) + eps * largest
     damped = torch.where(largest > 0, damped, 1.0)
