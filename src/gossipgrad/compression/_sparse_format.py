@@ -17,7 +17,7 @@ from ._index_encodings import (
 )
 from ._top_k import check_count, is_whole
 
-__all__ = ["VALUE_DTYPES", "SparseFormat"]
+__all__ = ["VALUE_DTYPES", "SparseFormat", "narrowed"]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of values in sparse messages."""
@@ -55,10 +55,9 @@ class SparseFormat:
         ('uint16', 6064)
         >>> message = torch.empty(form.size_bytes, dtype=torch.uint8)
         >>> _ = form.pack(torch.arange(0, 1_000_000, 1000), torch.ones(1000), message)
-        >>> dense = torch.zeros(1_000_000)
-        >>> form.add_to(message, dense)
-        >>> dense.sum()
-        tensor(1000.)
+        >>> indices, values = form.unpack(message)
+        >>> int(indices[1]), float(values.sum())
+        (1000, 1000.0)
     """
 
     numel: int
@@ -145,7 +144,7 @@ class SparseFormat:
             )
         out[self._values_bytes : self._values_end_bytes] = 0
         sent = out[: self._values_bytes].view(self.value_dtype)
-        sent.copy_(_within_range(values.detach(), self.value_dtype))
+        sent.copy_(narrowed(values.detach(), self.value_dtype))
         index_end_bytes = self._values_end_bytes + self._index_bytes
         out[index_end_bytes:] = 0
         region = out[self._values_end_bytes : index_end_bytes]
@@ -171,28 +170,6 @@ class SparseFormat:
         indices = decode(self.index_encoding, region, self.numel, self.count)
         return indices, message[: self._values_bytes].view(self.value_dtype)
 
-    def add_to(self, message: UInt8[Tensor, " size"], dense: Float[Tensor, " n"]) -> None:
-        """Add the values of a message to the elements at its indices.
-
-        An element is added to at most once by a message. So ranks that add the same messages in
-        the same order to equal tensors have equal sums, bit for bit.
-
-        Args:
-            message: As written by `pack`, on any rank.
-            dense: Of `numel` elements, on the message's device; of any floating type, to which
-                the values are converted.
-
-        Raises:
-            ValueError: As in `unpack`, or `dense` has another size. `dense` is unchanged then.
-        """
-        if dense.numel() != self.numel:
-            raise ValueError(
-                f"the dense tensor has {dense.numel()} elements, the format {self.numel}: give the "
-                "one that was selected from"
-            )
-        indices, values = self.unpack(message)
-        dense.detach().index_add_(0, indices, values.to(dense.dtype))
-
     def _check_size(self, message: UInt8[Tensor, " size"]) -> None:
         if message.dtype is not torch.uint8 or not message.is_contiguous():
             raise ValueError(
@@ -210,10 +187,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _within_range(values: Float[Tensor, " count"], dtype: torch.dtype) -> Float[Tensor, " count"]:
-    largest = torch.finfo(dtype).max
-    if torch.finfo(values.dtype).max <= largest:
-        return values
-    # bfloat16 reaches farther than float16, and yet its nearest to 65504 is 65536, too large.
-    exact = values.to(torch.promote_types(values.dtype, dtype))
-    return torch.where(exact.isinf(), exact, exact.clamp(-largest, largest))
+def narrowed(values: Float[Tensor, " count"], dtype: torch.dtype) -> Float[Tensor, " count"]:
+    """Convert to a type; what is finite stays finite."""
+    narrow, largest = values.to(dtype), torch.finfo(dtype).max
+    return torch.where(values.isfinite(), narrow.clamp(-largest, largest), narrow)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from gossipgrad.comm import Group
-from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.compression import SparseFormat, narrowed, top_k
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import Staging
 
@@ -119,7 +119,7 @@ class Split:
     ) -> tuple[Coordinates, Tensor]:
         """Write the parts; return what is sent of a selection, and with which values."""
         self.pack_nothing(step)
-        sent = _narrowed(values, self._value_dtype)
+        sent = narrowed(values, self._value_dtype)
         rows = indices // self._world_size
         by_owner = ((indices + _turn(rows)) % self._world_size).to(torch.int16).sort(stable=True)
         owners = by_owner.values.to(torch.int64)
@@ -151,7 +151,7 @@ class Split:
         chosen = top_k(total, self._selected, method="threshold")  # most are 0
         sums = total[chosen]
         sent, sent_rows = self._views(self._message)
-        sent[0], sent_rows[0] = _narrowed(sums, self._value_dtype), chosen.to(torch.int32)
+        sent[0], sent_rows[0] = narrowed(sums, self._value_dtype), chosen.to(torch.int32)
         _write_steps(self._message, step)
         if self._value_dtype.itemsize < self._dtype.itemsize:
             lost = torch.where(sent[0] == 0, 0, sums - sent[0])  # 0 counts as left out
@@ -212,13 +212,6 @@ def _gathered(
 
 def _write_steps(messages: UInt8[Tensor, "world size"], step: Step) -> None:
     messages[:, -_STEP_BYTES:].view(torch.int64)[:] = torch.tensor(step, device=messages.device)
-
-
-def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to a type; what is finite stays finite."""
-    largest = torch.finfo(dtype).max
-    narrow = values.to(dtype)
-    return torch.where(values.isfinite(), narrow.clamp(-largest, largest), narrow)
 
 
 def _turn(rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
