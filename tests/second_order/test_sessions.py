@@ -30,7 +30,7 @@ def train(model, optimizer, steps, seed):
 
 def factors(optimizer):
     state = optimizer.state_dict()["state"]
-    return [state[place]["left.0"] for place in sorted(state) if "left.0" in state[place]]
+    return [state[index]["left.0"] for index in sorted(state) if "left.0" in state[index]]
 
 
 def on_ranks(kind, rank_main, world_size=2, **settings):

@@ -174,10 +174,10 @@ class MatrixOptimizer(Optimizer):
                 "into the same kind of optimizer, made for the same model with the same patterns"
             )
         super().load_state_dict(state_dict)  # casts it to the parameters' types
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for place, parameter in zip(places, parameters, strict=True):
-            for key, value in state_dict["state"].get(place, {}).items():
+        for index, parameter in zip(indices, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
 
