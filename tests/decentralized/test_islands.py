@@ -290,7 +290,28 @@ def unequal_islands(rank, store, sizes):
                 torch.allclose(each, mine, atol=1e-6) for each in gathered(mine, dist.group.WORLD)
             )
             dist.barrier()
+    check_weights(island, inside, between, sizes)
     return found
+
+
+def check_weights(island, inside, between, sizes):
+    """Islands that count by their sizes keep that mean, and have it as the consensus."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = {"process_group": between, "island": inside, "weight": sizes[island]}
+    with gg.gossip(model, optimizer, bucket_bytes=100, **settings) as session:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float(island))
+        for _ in range(5):
+            model(torch.ones(1, 6)).square().mean().backward()
+            optimizer.step()
+        mean = sum(n * size for n, size in enumerate(sizes)) / sum(sizes)
+        for each in model.parameters():
+            assert torch.allclose(each, torch.full_like(each, mean))  # two islands meet at once
+        with session.consensus():
+            assert torch.allclose(flat(model), torch.full_like(flat(model), mean))
+        dist.barrier()
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((3, 2), marks=pytest.mark.slow)], ids=str)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gossipgrad import topology
 from gossipgrad.comm import (
     Group,
     Transport,
@@ -28,6 +29,7 @@ from gossipgrad.decentralized._options import (
     with_options,
 )
 from gossipgrad.decentralized._session import GossipSession
+from gossipgrad.decentralized._settings import GossipSettings
 from gossipgrad.engine import Island, Replica, check_replica
 
 __all__ = ["gossip"]
@@ -43,6 +45,7 @@ def gossip(
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     island: DeviceMesh | dist.ProcessGroup | None = None,
+    weight: float = 1.0,
     transport: str | TransportFactory = "tcp",
     start_timeout_seconds: float = 30.0,
     **options: Unpack[GossipOptions],
@@ -95,6 +98,9 @@ def gossip(
             dies, the whole island has to end. Of islands of unequal sizes the first ranks of each
             exchange, as many as the smallest one has; others give a `process_group` of themselves
             alone, and their `session.membership` has their own island alone.
+        weight: What this rank counts, such as its batch size, the same on the ranks of an island.
+            Where these differ, exchanges keep the weighted mean, and averages are weighted. Needs a
+            symmetric topology; no rank can then join.
         wire_dtype: Type on the wire, for example `torch.bfloat16` to halve the bytes. The mean over
             ranks is still kept.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
@@ -152,10 +158,12 @@ def gossip(
             chosen = replace(chosen, bucket_bytes=bucket_bytes)
         if inside is not None:
             shared = Island(inside, start_timeout_seconds=start_timeout_seconds)
-            group = shared.between(group)
+            with shared.group.limit(start_timeout_seconds):
+                group = shared.between(group)
         sizes = (1, 1) if shared is None else (shared.size, shared.slices)
         settings = resolve_settings(group.world_size, chosen, island=sizes[0], slices=sizes[1])
         with group.limit(start_timeout_seconds):
+            settings = _weighted(settings, weight, group, shared)
             return GossipSession(
                 Replica(model, optimizers, call="gossip"),
                 settings,
@@ -171,3 +179,25 @@ def gossip(
             shared.close()
         group.close()
         raise
+
+
+def _weighted(
+    settings: GossipSettings, weight: float, group: Group, island: Island | None
+) -> GossipSettings:
+    """Return the settings of ranks that may count unequally; a collective.
+
+    Raises:
+        ValueError: A rank's weight is invalid, or those of an island differ; on all of these.
+    """
+    of_island = [weight] if island is None else island.agree(weight)
+    if not isinstance(weight, int | float) or {*of_island} != {weight}:
+        raise ValueError(
+            f"weight is {weight!r}, and {of_island} in this island: give a number, the same on all "
+            "ranks of an island"
+        )
+    masses = group.all_gather_object(float(weight))
+    masses = masses if island is None else island.from_first(masses)
+    if {*masses} == {1.0}:
+        return settings
+    schedule = topology.weighted(settings.schedule, masses)
+    return settings if len({*masses}) == 1 else replace(settings, schedule=schedule)

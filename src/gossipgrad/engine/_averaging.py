@@ -26,6 +26,7 @@ from gossipgrad.engine._island import Island
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
+from gossipgrad.topology import Weighted
 
 __all__ = ["Averaging", "own_work"]
 
@@ -278,7 +279,7 @@ class Averaging:
         self.enter_collective("mean")
         with self.together():
             for tensor in tensors:
-                self._mean_(tensor)
+                self._mean_(tensor, is_weighted=False)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -314,8 +315,18 @@ class Averaging:
                 self._failed = error
         return own()
 
-    def _mean_(self, tensor: Tensor) -> Tensor:
+    @property
+    def _share(self) -> float:
+        """By what to multiply a value of this rank in a mean, where ranks count unequally."""
+        schedule = None if self._rounds is None else self._rounds.schedule
+        if not isinstance(schedule, Weighted):
+            return 1.0
+        return schedule.share(self._group.rank, self._group.members)
+
+    def _mean_(self, tensor: Tensor, *, is_weighted: bool = True) -> Tensor:
         """Replace a tensor by its mean over all ranks, those of an island of equal ranks, too."""
+        if is_weighted and (share := self._share) != 1.0:
+            tensor.mul_(share)
         self._try(lambda: self._group.mean_(tensor), lambda: tensor)
         if self._island is not None and self._island.is_whole:
             self._island.mean_(tensor)
@@ -364,6 +375,7 @@ class Averaging:
             deltas = self._in_flight(flows)
             buckets = [bucket for flow in flows for bucket in flow.buckets]
             memory: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+            share = self._share
 
             def total(number: int, bucket: Bucket) -> Tensor:
                 dtype = widened(bucket.dtype)
@@ -375,7 +387,7 @@ class Averaging:
                     flat = bucket.own(flat)
                 for delta, weight in deltas.get(bucket, ()):
                     delta.add_to(flat, weight)
-                return flat
+                return flat if share == 1.0 else flat.mul_(share)
 
             totals = (total(number, bucket) for number, bucket in enumerate(buckets))
             means = self._group.means_(totals)

@@ -37,7 +37,7 @@ from gossipgrad.engine._joiner import RUN_FORMAT, RUN_KEY, address_of, root_of
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import GossipError
-from gossipgrad.topology import Schedule
+from gossipgrad.topology import Schedule, Weighted
 
 __all__ = ["Invitation", "why_not_join"]
 
@@ -52,6 +52,8 @@ def why_not_join(
         return "its membership never changes: leave heartbeats=None out"
     if any(is_sharded(each) for each in all_parameters(replica.model, replica.optimizers).values()):
         return "its replicas are sharded, and a joiner would need a whole mesh"
+    if isinstance(schedule, Weighted):
+        return "its ranks count unequally (weight=), and what a joiner counts is not known"
     topology = schedule.describe()
     if set(topology) != {"name", "world_size", "rotate", "seed"}:
         return (

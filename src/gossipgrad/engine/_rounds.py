@@ -17,7 +17,7 @@ from gossipgrad.engine._modes import Mode, Stale
 from gossipgrad.engine._transfer import Transfer, release
 from gossipgrad.engine._waits import Waits
 from gossipgrad.errors import GossipError
-from gossipgrad.topology import Peers, Schedule
+from gossipgrad.topology import Peers, Schedule, Weighted
 
 __all__ = ["COLLECTIVE_SECONDS", "PairDistance", "Rounds"]
 
@@ -414,9 +414,9 @@ class Rounds:
     def weight(self, transfer: Transfer) -> float:
         """Return the weight of a transfer's deltas; of a matrix at most what the mode allows."""
         largest = self._largest_weight
-        return min(
-            largest, self.schedule.weight(transfer.round, self._rank, default=min(0.5, largest))
-        )
+        weight = self.schedule.weight(transfer.round, self._rank, default=min(0.5, largest))
+        # Of ranks that count unequally both take together what the mode allows.
+        return weight if isinstance(self.schedule, Weighted) else min(largest, weight)
 
     def receive(self, transfer: Transfer, bucket: int, deadline: float | None = None) -> Outcome:
         """Wait for one bucket until `deadline`, or as long as a step may; count the outcome."""

@@ -21,3 +21,5 @@ from ._rules import ring as ring
 from ._schedule import Peers as Peers
 from ._schedule import RoundPeers as RoundPeers
 from ._schedule import Schedule as Schedule
+from ._weighted import Weighted as Weighted
+from ._weighted import weighted as weighted

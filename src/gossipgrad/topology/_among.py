@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from ._repeated import Repeated
 from ._rules import RotatingSchedule, takes_hypercube
 from ._schedule import NOBODY, Ranks, Schedule
+from ._weighted import Weighted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +98,10 @@ def among(schedule: Schedule, living: Collection[int]) -> Schedule:
     ranks = tuple(sorted(set(living)))
     if not ranks:
         raise ValueError("nobody is left: name at least one living rank")
+    if isinstance(schedule, Weighted):
+        if ranks[-1] >= schedule.world_size:
+            raise ValueError(f"rank {ranks[-1]} has joined, and what it counts is not known")
+        return replace(schedule, inner=among(schedule.inner, ranks))
     if isinstance(schedule, Repeated):
         paced = among(schedule.inner, ranks)
         return replace(schedule, world_size=paced.world_size, inner=paced)
