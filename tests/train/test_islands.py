@@ -109,6 +109,7 @@ def test_an_island_ends_with_one_of_its_ranks_and_the_others_finish(tmp_path):
 
 
 def test_one_island_alone_averages_gradients(tmp_path):
-    summary = run(made(tmp_path, nproc=2, max_steps=10, checkpoint_every=5)).summary
+    with pytest.warns(UserWarning, match="no other island"):
+        summary = run(made(tmp_path, nproc=2, max_steps=10, checkpoint_every=5)).summary
     assert summary["steps_per_rank"] == [10, 10]
     check_equal_inside(tmp_path, range(2))

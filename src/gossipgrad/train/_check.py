@@ -43,6 +43,12 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
     check_secret()
     check_device(config)
     config = with_island(config, world_size)
+    if 1 < world_size == config.island_size:
+        warnings.warn(
+            f"island is {world_size}, which is all processes: they average gradients, and no "
+            "other island is there to gossip with.",
+            stacklevel=2,
+        )
     resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
         data.prepare(config.data, config.data_dir)
