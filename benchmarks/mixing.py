@@ -51,6 +51,7 @@ class Way(NamedTuple):
     c: float = 0.0
     k: float = 0.9
     partners: int = 1
+    rounds: int = 1  # of sync in a step, one after the other, each with as many partners
     momentum: float = 0.0  # weight with which momentum is mixed too
     cross: float = 0.0  # weight of the momentum's difference in the weights
     wire: torch.dtype | None = None
@@ -274,12 +275,13 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
                 correction.mul_(way.k)
                 update.add_(correction)
             w.add_(update)
-            delta = difference(w, step)
-            w.add_(delta, alpha=way.w)
-            if way.inside:
-                state[0].addcmul_(delta, scale, value=way.c)
-            elif correction is not None:
-                correction.add_(delta, alpha=way.c)
+            for each in range(way.rounds):
+                delta = difference(w, way.rounds * step + each)
+                w.add_(delta, alpha=way.w)
+                if way.inside:
+                    state[0].addcmul_(delta, scale, value=way.c)
+                elif correction is not None:
+                    correction.add_(delta, alpha=way.c)
             if way.momentum:
                 state[0].add_(difference(state[0], step), alpha=way.momentum)
             if way.second == "mixed":

@@ -19,12 +19,14 @@ from gossipgrad.decentralized._settings import (
     Payload,
     check_compress,
     check_exchanges,
+    check_momentum,
     resolve_compress,
     resolve_local_steps,
     resolve_payload,
 )
 from gossipgrad.engine import (
     Mode,
+    Sync,
     check_numbers,
     check_stale,
     resolve_average_every,
@@ -93,6 +95,7 @@ class CheckedOptions:
                 "scaled them differently: use payload='weights'"
             )
         check_compress(resolve_compress(self.compress), payload, self.seed)
+        check_momentum(mode, payload, self.compress, self.local_steps)
         resolve_average_every(self.average_every, 1)
         check_exchanges(self.exchanges, mode)
         resolve_local_steps(self.local_steps, self.outer, self.every, payload)
@@ -152,7 +155,7 @@ def resolve_settings(
     `island` is the number of ranks that share a replica, of which `slices` exchange, or all.
 
     Raises:
-        ValueError: The payload has gradients, and islands exchange none.
+        ValueError: The payload has gradients, or mode sync has a momentum, and islands do not.
     """
     resolved_mode = resolve_mode(options.mode)
     resolved_payload = resolve_payload(options.payload, resolved_mode)
@@ -160,6 +163,11 @@ def resolve_settings(
         raise ValueError(
             f"payload {resolved_payload} with island=: gradients are averaged inside an island, "
             "and weights are exchanged between islands. Use payload='weights'"
+        )
+    if island > 1 and isinstance(resolved_mode, Sync) and resolved_mode.momentum:
+        raise ValueError(
+            f"momentum={resolved_mode.momentum} of mode sync with island=: its ranks mix what the "
+            "others have gathered, and keep no corrections. Use mode='sync'"
         )
     if isinstance(resolved_payload, Gradients):
         warn(

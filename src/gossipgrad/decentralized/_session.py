@@ -85,6 +85,9 @@ class GossipSession(Session):
             seed=of.seed,
             share=share,
         )
+        if isinstance(of.mode, Sync) and of.mode.momentum:
+            for bucket in (bucket for flow in flows for bucket in flow.buckets):
+                bucket.begin_correction(of.mode.gain)
         if isinstance(of.payload, WeightsAndState):
             kept: set[str] = set()
 
@@ -142,8 +145,14 @@ class GossipSession(Session):
             self._outer.step(self._buckets)
 
     def _family_state(self) -> dict[str, Any]:
-        return {} if self._outer is None else self._outer.state_dict(self._buckets)
+        if self._outer is not None:
+            return self._outer.state_dict(self._buckets)
+        kept = [bucket.correction for bucket in self._buckets if bucket.correction is not None]
+        return {"corrections": [c.to("cpu", copy=True) for c in kept]} if kept else {}
 
     def _load_family_state(self, state: Mapping[str, Any]) -> None:
+        for bucket, correction in zip(self._buckets, state.get("corrections", ()), strict=False):
+            if bucket.correction is not None:
+                bucket.correction.copy_(correction)
         if self._outer is not None:
             self._outer.load_state_dict(state, self._buckets)

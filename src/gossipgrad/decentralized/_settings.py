@@ -19,6 +19,7 @@ __all__ = [
     "check_compress",
     "check_exchanges",
     "check_moments",
+    "check_momentum",
     "resolve_compress",
     "resolve_local_steps",
     "resolve_payload",
@@ -103,10 +104,11 @@ class GossipSettings(RoundSettings):
     def must_fit(self) -> dict[str, str]:
         """Return the settings that must match when a state is loaded; waits may differ.
 
-        Only a mask's coordinates and outer weights depend on the buckets.
+        Only a mask's coordinates, outer weights and corrections depend on the buckets.
         """
         described = super().must_fit()
-        if self.compress is None and self.outer is None:
+        corrects = isinstance(self.mode, Sync) and self.mode.momentum > 0
+        if self.compress is None and self.outer is None and not corrects:
             del described["bucket_bytes"]
         return described
 
@@ -181,6 +183,22 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
             f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
             "Use mode='sync', or leave exchanges at 1"
         )
+
+
+def check_momentum(mode: Mode, payload: Payload, compress: Any, local_steps: Any) -> None:
+    """Raise `ValueError` for settings that do not go with a momentum of mode sync."""
+    if not isinstance(mode, Sync) or not mode.momentum:
+        return
+    for name, value, way in (
+        ("compress", compress, "send all weights"),
+        ("local_steps", local_steps, "the outer optimizer has a momentum of its own"),
+        ("payload", None if isinstance(payload, Weights) else payload, "use payload='weights'"),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"momentum={mode.momentum} of mode sync and {name}={value!r} do not go together: "
+                f"leave one of them out ({way})"
+            )
 
 
 def resolve_local_steps(

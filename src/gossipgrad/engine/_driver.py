@@ -11,6 +11,7 @@ from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._forward_hooks import ForwardHooks
 from gossipgrad.engine._members import Members
+from gossipgrad.engine._modes import Sync
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
@@ -253,6 +254,9 @@ class StepDriver:
         averages = of.average_every is not None and steps % of.average_every == 0
         across, after = self.in_phase(Phase.ACROSS), self.in_phase(Phase.AFTER_UPDATE)
         closes = self.is_boundary
+        if isinstance(of.mode, Sync) and of.mode.momentum:
+            for bucket in (bucket for flow in after for bucket in flow.buckets):
+                bucket.correct(of.mode.momentum)
         if closes and across and not averages:
             rounds.advance(self._across)
             return

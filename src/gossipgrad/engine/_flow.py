@@ -94,6 +94,7 @@ class Bucket:
         clamped: How many elements of non-negative tensors mixing would have left below zero.
         anchor: A flat, wide tensor that mixing changes by the same amount as the tensors, so that
             their difference is the optimizers' progress; None: there is none.
+        correction: A flat, wide tensor, C in `Sync`; None: there is none.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Bucket:
         self.device = self.entries[0].parameter.device
         self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.anchor: Tensor | None = None
+        self.correction: Tensor | None = None
+        self._gain = 0.0  # the share of deltas that the correction takes
         self._are_weights = are_weights
         narrow = are_weights and widened(self.dtype) != self.dtype
         self.residuals: list[Tensor | None] = [
@@ -126,8 +129,8 @@ class Bucket:
     @property
     def memory_bytes(self) -> int:
         """Memory held in addition to the model."""
-        anchor_bytes = 0 if self.anchor is None else self.anchor.nbytes
-        return anchor_bytes + sum(4 * r.numel() for r in self.residuals if r is not None)
+        flats = sum(flat.nbytes for flat in (self.anchor, self.correction) if flat is not None)
+        return flats + sum(4 * r.numel() for r in self.residuals if r is not None)
 
     def tensors(self) -> list[Tensor | None]:
         """Return the live tensors, None where one does not exist yet."""
@@ -150,8 +153,25 @@ class Bucket:
         """Add `weight * delta` to the tensors that exist; clamp non-negative ones at zero."""
         if self.anchor is not None:
             delta.add_to(self.anchor, weight)
-        pieces = self._split(delta.flat)
-        if self._lasting is not None and self.dtype == delta.flat.dtype:
+        if self.correction is not None:
+            delta.add_to(self.correction, self._gain)
+        self._add(delta.flat, weight)
+
+    def begin_correction(self, gain: float) -> None:
+        """Keep a correction from now on, 0 at first."""
+        dtype = widened(self.dtype)
+        self.correction = torch.zeros(self.numel, dtype=dtype, device=self.device)
+        self._gain = gain
+
+    @torch.no_grad()
+    def correct(self, momentum: float) -> None:
+        """Multiply the correction by `momentum`, and add it to the tensors."""
+        if self.correction is not None:
+            self._add(self.correction.mul_(momentum), 1.0)
+
+    def _add(self, flat: Tensor, weight: float) -> None:
+        pieces = self._split(flat)
+        if self._lasting is not None and self.dtype == flat.dtype:
             torch._foreach_add_(self._lasting, pieces, alpha=weight)
             return
         mixed = zip(self.entries, self.tensors(), pieces, self.residuals, strict=True)
@@ -182,9 +202,14 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:
-        """Overwrite all tensors that exist, and their residuals; the anchor moves with them."""
+        """Overwrite all tensors that exist, and their residuals; the anchor moves with them.
+
+        The correction is then 0.
+        """
         if self.anchor is not None:
             self.anchor.add_(flat - self.total())
+        if self.correction is not None:
+            self.correction.zero_()
         for v, total, e in zip(self.tensors(), self._split(flat), self.residuals, strict=True):
             if v is not None:
                 replace(v, total, e)
@@ -572,8 +597,10 @@ class Flow:
         return self.phase is not Phase.NEVER and round % self.every == 0
 
     def clear_residuals(self) -> None:
-        """Clear the residuals, as the weights were overwritten."""
+        """Clear residuals and corrections, as the weights were overwritten."""
         for bucket in self.buckets:
+            if bucket.correction is not None:
+                bucket.correction.zero_()
             for residual in bucket.residuals:
                 if residual is not None:
                     residual.zero_()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.engine._modes import Mode, Stale, Sync
 from gossipgrad.topology import Schedule
 
 __all__ = ["RoundSettings", "check_numbers", "is_count", "resolve_average_every"]
@@ -64,7 +64,10 @@ class RoundSettings:
         staleness = (
             f", max_staleness {self.mode.max_staleness}" if isinstance(self.mode, Stale) else ""
         )
-        described["mode"] = f"{type(self.mode).__name__.lower()}{staleness}"
+        correction = ""
+        if isinstance(self.mode, Sync) and self.mode.momentum:
+            correction = f", momentum {self.mode.momentum}, gain {self.mode.gain}"
+        described["mode"] = f"{type(self.mode).__name__.lower()}{staleness}{correction}"
         return {name: str(value) for name, value in described.items()}
 
 
