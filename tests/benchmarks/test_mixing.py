@@ -1,7 +1,9 @@
 """The study of mixing computes what virtual ranks compute."""
 
 import pytest
+import torch
 
+import gossipgrad as gg
 from benchmarks import equal_accuracy, mixing
 from benchmarks._tasks import mlp
 from gossipgrad.topology import matching
@@ -13,6 +15,11 @@ from gossipgrad.topology import matching
         ("all-reduce", {"strategy": "allreduce"}),
         ("overlap", {"mode": "overlap"}),
         ("sync", {"mode": "sync"}),
+        ("sync, c", {"mode": gg.Sync(momentum=0.9)}),
+        (
+            "sync, c, one after the other in bf16",
+            {"mode": gg.Sync(momentum=0.9), "exchanges": 2, "wire_dtype": torch.bfloat16},
+        ),
         ("sync, momentum", {"mode": "sync", "payload": "weights+momentum"}),
     ],
 )

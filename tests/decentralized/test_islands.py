@@ -21,6 +21,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 EXACT = {  # what equals a session without islands, to the rounding of the gradients' mean
     "overlap": (MOMENTUM, {}),
     "sync": (MOMENTUM, {"mode": "sync", "exchanges": 2}),
+    "momentum": (MOMENTUM, {"mode": gg.Sync(momentum=0.9), "exchanges": 2, "average_every": 5}),
     "state": (ADAMW, {"payload": gg.WeightsAndState(every=2), "average_every": 3}),
     "local steps": (MOMENTUM, {"local_steps": 2}),
 }

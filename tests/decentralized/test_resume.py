@@ -18,6 +18,8 @@ SETTINGS = {
     "overlap, before a step": {"stop": 0},
     "overlap, averages": {"average_every": 3, "stop": 5},
     "sync, averages": {"mode": "sync", "average_every": 2},
+    "sync, momentum": {"mode": gg.Sync(momentum=0.9), "exchanges": 2},
+    "sync, momentum, every 3, in a round": {"mode": gg.Sync(momentum=0.9), "every": 3, "stop": 5},
     "state every 2": {"payload": gg.WeightsAndState(every=2), "optimizer": adam, "stop": 5},
     "bf16 weights": {"dtype": torch.bfloat16, "gradients": set_gradients},
     "gradients and weights": {"payload": "gradients+weights"},

@@ -16,6 +16,7 @@ def begin(**settings):
 
 
 MASK = {"compress": "shared-mask:0.1"}
+MOMENTUM = gg.Sync(momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,9 @@ MASK = {"compress": "shared-mask:0.1"}
         {**MASK, "payload": "weights+state"},
         {**MASK, "payload": "gradients"},
         {**MASK, "seed": -1},
+        # of mode sync with a momentum: all weights, every step, and nothing else
+        *({"mode": MOMENTUM, **other} for other in (MASK, {"payload": "weights+momentum"})),
+        {"mode": MOMENTUM, "local_steps": 4},
     ],
     ids=lambda settings: ", ".join(settings),
 )
@@ -60,6 +64,9 @@ def test_wrong_settings_are_refused_by_name(settings):
         (lambda: gg.Overlap(patience_seconds=0.0), "patience_seconds"),
         (lambda: gg.Overlap(patience_seconds="3"), "patience_seconds"),
         (lambda: gg.Sync(patience_seconds=True), "patience_seconds"),
+        (lambda: gg.Sync(momentum=1.0), "momentum"),
+        (lambda: gg.Sync(momentum=0.9, gain=0.0), "gain"),
+        (lambda: gg.Sync(momentum=0.9, gain="1"), "gain"),
         (lambda: gg.WeightsAndState(every=0), "every"),
         (lambda: gg.WeightsAndState(every=1.5), "every"),
         (lambda: gg.Stale(max_staleness=-1), "max_staleness"),

@@ -36,7 +36,12 @@ def sessions(use, weights=WEIGHTS, **settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"mode": "sync", "exchanges": 2}, {"mode": "stale"}, {"compress": "shared-mask:0.5"}],
+    [
+        {},
+        {"mode": gg.Sync(momentum=0.9), "exchanges": 2},
+        {"mode": "stale"},
+        {"compress": "shared-mask:0.5"},
+    ],
     ids=str,
 )
 def test_the_weighted_mean_is_kept_and_is_the_consensus(settings):

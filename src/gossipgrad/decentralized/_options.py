@@ -26,7 +26,6 @@ from gossipgrad.decentralized._settings import (
 )
 from gossipgrad.engine import (
     Mode,
-    Sync,
     check_numbers,
     check_stale,
     resolve_average_every,
@@ -155,7 +154,7 @@ def resolve_settings(
     `island` is the number of ranks that share a replica, of which `slices` exchange, or all.
 
     Raises:
-        ValueError: The payload has gradients, or mode sync has a momentum, and islands do not.
+        ValueError: The payload has gradients, and islands exchange none.
     """
     resolved_mode = resolve_mode(options.mode)
     resolved_payload = resolve_payload(options.payload, resolved_mode)
@@ -163,11 +162,6 @@ def resolve_settings(
         raise ValueError(
             f"payload {resolved_payload} with island=: gradients are averaged inside an island, "
             "and weights are exchanged between islands. Use payload='weights'"
-        )
-    if island > 1 and isinstance(resolved_mode, Sync) and resolved_mode.momentum:
-        raise ValueError(
-            f"momentum={resolved_mode.momentum} of mode sync with island=: its ranks mix what the "
-            "others have gathered, and keep no corrections. Use mode='sync'"
         )
     if isinstance(resolved_payload, Gradients):
         warn(

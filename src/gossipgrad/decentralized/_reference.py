@@ -11,6 +11,7 @@ Letters
     x_r, y_r     what r sent in this round, and what it received: y_r = x_s
     a            the weight of the difference; 1/2 unless the schedule says otherwise
     e_r          the rounding error of the parameters' own dtype, in fp32
+    C_r          the correction of the weights of replica r, at first 0; k, c: its momentum and gain
 
 Rules. The comments in the code name the rule that a line implements.
     R1  Partners. In round t rank r sends to one rank and receives from one rank, both given by
@@ -40,6 +41,11 @@ Rules. The comments in the code name the rule that a line implements.
         code, `allreduce_iter`.)
     R10 `exchanges` n: R3 is done n times in a step, each time as a round with its own partner.
         (Ours: between one partner and all.)
+    R11 sync with a momentum k > 0: after the update of every step C_r <- k C_r, w_r <- w_r + C_r;
+        in each R3, C_r <- C_r + c a (y_r - x_r). An average (R9) sets C_r to 0. The sum over
+        ranks of C_r stays 0. (Ours: with R7 the momentum u_r of SGD becomes u_r + a (u_s - u_r);
+        C_r takes the place of what that adds, without sending u. Relatives: quasi-global momentum
+        and SlowMo, which form a momentum from the differences of mixed weights.)
 
 Deviations from the authors' code
     1. The difference of snapshots (R4) is the default; the published rule (R5) is `lagged`.
@@ -60,6 +66,7 @@ References:
     GPU9), and matex-org/caffe-intel, branch shufgrad2 (MPIGossipParamsCPU7 to CPU12).
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, arXiv:1705.09056.
     Chen et al., Accelerating Gossip SGD with Periodic Global Averaging, arXiv:2105.09080.
+    Lin et al., Quasi-Global Momentum, arXiv:2102.04761. Wang et al., SlowMo, arXiv:1910.00643.
 """
 
 import math
@@ -116,6 +123,8 @@ class Reference:
         state_every: Rounds from one exchange of the optimizer's state to the next (R7).
         average_every: Steps between exact averages (R9), "log_p" for `ceil(log2 p)`, or None.
         exchanges: Rounds in a step of mode "sync" (R10).
+        momentum: k of R11, for mode "sync" and payload "weights"; 0 for no corrections.
+        gain: c of R11.
         wire_dtype: The dtype on the wire; None sends each tensor in its own.
 
     Raises:
@@ -147,6 +156,8 @@ class Reference:
         state_every: int = 1,
         average_every: int | str | None = None,
         exchanges: int = 1,
+        momentum: float = 0.0,
+        gain: float = 0.4,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         p = schedule.world_size
@@ -163,6 +174,11 @@ class Reference:
             raise ValueError(
                 f"mode='lagged' mixes weights sent before the update, which payload={payload!r} "
                 "does not send: use payload='weights' or mode='sync'."
+            )
+        if momentum and (mode != "sync" or payload != "weights"):
+            raise ValueError(
+                f"momentum={momentum} with mode={mode!r} and payload={payload!r}: it corrects "
+                "weights in mode 'sync' with payload 'weights'."
             )
         if average_every == "log_p":
             average_every = max(1, math.ceil(math.log2(p)))
@@ -194,12 +210,15 @@ class Reference:
         self.state_every = state_every
         self.average_every = average_every
         self.exchanges = exchanges
+        self.momentum = momentum
+        self.gain = gain
         self.wire_dtype = wire_dtype
         self.steps = 0
         self.rounds = 0  # t
         self.clamps = 0  # elements of state that mixing made negative (R7)
         self.outstanding: list[Exchange | None] = [None] * p
         self.e = [[residual(w) for w in replica] for replica in self.w]  # R6
+        self.c = [[torch.zeros_like(wide(w)) for w in replica] for replica in self.w]  # R11
 
     @torch.no_grad()
     def step(self) -> None:
@@ -214,6 +233,8 @@ class Reference:
         if closes and gradients:
             self._mix_gradients()  # R8
         self._update()  # w_r <- w_r + dw_r
+        if self.momentum:
+            self._correct()  # R11
         if closes and not early and self.payload != "gradients":
             for _ in range(self.exchanges - 1):  # R10
                 self.outstanding = self._exchange([self._values(r) for r in range(self.p)])
@@ -238,6 +259,7 @@ class Reference:
         for i, mean in enumerate(self.consensus()):
             for r in range(self.p):
                 replace(self.w[r][i], mean, self.e[r][i])
+                self.c[r][i].zero_()  # R11
         if self.payload in ("weights+momentum", "weights+state"):
             state = [self._state(r) for r in range(self.p)]
             for key in {key for values in state for key in values}:
@@ -279,6 +301,12 @@ class Reference:
     def _update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def _correct(self) -> None:
+        """R11: C_r <- k C_r, w_r <- w_r + C_r."""
+        for r in range(self.p):
+            for w, c, e in zip(self.w[r], self.c[r], self.e[r], strict=True):
+                add(w, c.mul_(self.momentum), 1.0, e)
 
     def _values(self, r: int) -> Values:
         """Return the live tensors that rank r mixes in round t."""
@@ -322,11 +350,11 @@ class Reference:
 
     def _difference(self, exchange: Exchange, key: tuple[int, str], v: Tensor) -> Tensor:
         """Return y - x, or y - w (R5), in fp32 or wider; missing: zeros (deviation 8)."""
-        wide = torch.promote_types(v.dtype, torch.float32)
         zeros = torch.zeros_like(v)
         y = exchange.y.get(key, zeros)
         x = v if self.mode == "lagged" else exchange.x.get(key, zeros)
-        return y.to(wide) - x.to(wide)
+        dtype = wide(v).dtype
+        return y.to(dtype) - x.to(dtype)
 
     def _count_in(self, total: Tensor, exchange: Exchange, i: int, w: Tensor) -> None:
         """Add an exchange's outstanding difference of w, parameter i, to a sum."""
@@ -339,7 +367,10 @@ class Reference:
                 continue
             for (i, key), v in self._values(r).items():
                 e = self.e[r][i] if key == "w" else None
-                add(v, self._difference(exchange, (i, key), v), exchange.a, e)  # R3, R4, R5
+                difference = self._difference(exchange, (i, key), v)
+                add(v, difference, exchange.a, e)  # R3, R4, R5
+                if self.momentum:
+                    self.c[r][i].add_(difference, alpha=self.gain * exchange.a)  # R11
                 if key in NON_NEGATIVE:  # R7
                     self.clamps += int((v < 0).sum())
                     v.clamp_(min=0)
@@ -355,6 +386,11 @@ class Reference:
             if exchange is not None:
                 for key, v in g[r].items():
                     add(v, self._difference(exchange, key, v), exchange.a, None)
+
+
+def wide(v: Tensor) -> Tensor:
+    """Return v in fp32 or wider."""
+    return v.to(torch.promote_types(v.dtype, torch.float32))
 
 
 def residual(w: Tensor) -> Float[Tensor, "..."] | None:

@@ -86,6 +86,12 @@ class GossipSession(Session):
             share=share,
         )
         if isinstance(of.mode, Sync) and of.mode.momentum:
+            if self._island is not None and not all(flow.is_sliced for flow in flows):
+                raise ValueError(
+                    f"momentum={of.mode.momentum} of mode sync, and the replica of an island is "
+                    "sharded: ranks that repeat a shard would correct it differently where parts "
+                    "are late. Use mode='sync'"
+                )
             for bucket in (bucket for flow in flows for bucket in flow.buckets):
                 bucket.begin_correction(of.mode.gain)
         if isinstance(of.payload, WeightsAndState):

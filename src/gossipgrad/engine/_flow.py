@@ -114,7 +114,7 @@ class Bucket:
         self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.anchor: Tensor | None = None
         self.correction: Tensor | None = None
-        self._gain = 0.0  # the share of deltas that the correction takes
+        self._gain = 0.0  # what the correction takes of each change by an exchange
         self._are_weights = are_weights
         narrow = are_weights and widened(self.dtype) != self.dtype
         self.residuals: list[Tensor | None] = [
@@ -154,7 +154,7 @@ class Bucket:
         if self.anchor is not None:
             delta.add_to(self.anchor, weight)
         if self.correction is not None:
-            delta.add_to(self.correction, self._gain)
+            delta.add_to(self.correction, self._gain * weight)
         self._add(delta.flat, weight)
 
     def begin_correction(self, gain: float) -> None:

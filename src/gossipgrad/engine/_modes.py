@@ -38,21 +38,22 @@ class Sync:
     has gathered, without sending it. Each weight w has a correction C, at first 0::
 
         C = momentum * C;  w = w + C               after each of the optimizer's steps
-        D = received - sent                        of each exchange
-        w = w + weight * D;  C = C + gain * D
+        D = weight * (received - sent)             of each exchange
+        w = w + D;  C = C + gain * D
 
     The Ds of all ranks sum to 0, and so do their Cs: the mean over ranks is kept. If a round is
-    void there is no D, and C decays; a late D counts when it arrives. An average of all ranks,
-    `broadcast_()`, `rebuild()` and joining begin with C = 0. It costs memory for one more model in
-    at least fp32, and no bytes. Needs `payload="weights"`, and no islands, masks or local steps.
+    void there is no D, and C decays; a late D counts when it arrives. C is 0 again after an average
+    of all ranks, `broadcast_()` and `rebuild()`, and 0 for a joiner. It costs memory for one more
+    model, in fp32 or wider, and no bytes. Needs `payload="weights"`, without a mask or local steps.
 
-    With a `gain` of 0.2 and one exchange, or two one after the other, the rule was measured for SGD
-    with momentum 0.9; see docs/settings.md.
+    The weight is 1/2 unless the topology says otherwise. With `exchanges=2` both Ds count, each of
+    the weights as they are by then. A gain of 0.4 was measured with one exchange and with two, for
+    SGD with momentum 0.9: docs/settings.md.
 
     Attributes:
         patience_seconds: As of `Overlap`.
         momentum: That of the optimizer, 0 to below 1. 0: no correction.
-        gain: The share of each difference that C takes, above 0, at most 1.
+        gain: What C takes of each change by an exchange, above 0, at most 1.
 
     References:
         The rule is not from a paper. Lin et al., Quasi-Global Momentum, arXiv:2102.04761, and Wang
@@ -62,13 +63,13 @@ class Sync:
 
     patience_seconds: float = 300.0
     momentum: float = 0.0
-    gain: float = 0.2
+    gain: float = 0.4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patience_seconds", _patience(self.patience_seconds))
         for name, rule, fits in (
             ("momentum", "from 0 to below 1, such as the optimizer's 0.9", lambda v: 0 <= v < 1),
-            ("gain", "above 0 and at most 1, such as 0.2", lambda v: 0 < v <= 1),
+            ("gain", "above 0 and at most 1, such as 0.4", lambda v: 0 < v <= 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):

@@ -27,6 +27,7 @@ from gossipgrad.engine import (
     Overlap,
     Replica,
     Stale,
+    Sync,
     check_numbers,
     check_replica,
     resolve_mode,
@@ -215,6 +216,11 @@ def _resolve_mode(mode: str | Mode | None, backbone: str) -> Mode:
             "mode 'stale' is not for suda(): trackers that miss each other lose the sum of "
             "gradients, and no rule is known that converges. Use mode='overlap' or 'sync', whose "
             "patience_seconds says how long a step waits"
+        )
+    if isinstance(resolved, Sync) and resolved.momentum:
+        raise ValueError(
+            f"momentum={resolved.momentum} of mode sync is not for suda(), whose trackers and "
+            "duals correct the differences of ranks: leave it at 0"
         )
     if isinstance(resolved, Overlap) and not starts_early:
         raise ValueError(

@@ -73,19 +73,27 @@ class Exchange:
                 memory.sub_(snapshot)
             self._deltas[round, id(v)] = memory
 
-    def close(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
-        """Adds to every tensor the weighted differences of its round."""
+    def close(
+        self,
+        round: int,
+        tensors: Sequence[Shaped[Tensor, "rank ..."]],
+        corrections: Sequence[Shaped[Tensor, "rank ..."]] = (),
+        gain: float = 0.0,
+    ) -> None:
+        """Adds to every tensor the weighted differences of its round, to its correction a share."""
         weight = self._weights(round)
-        for v in tensors:
+        for number, v in enumerate(tensors):
             delta = self._deltas.pop((round, id(v)), None)
             if self._lagged:  # a tensor that did not exist when it was sent counts as zeros
                 delta = v.neg() if delta is None else delta.sub_(v)
             if delta is None:
                 continue
-            if isinstance(weight, float):
-                v.add_(delta, alpha=weight)
-            else:
-                v.addcmul_(delta, weight.to(v).view(-1, *[1] * (v.ndim - 1)))
+            both = [(v, 1.0), *((c, gain) for c in corrections[number : number + 1])]
+            for to, share in both:
+                if isinstance(weight, float):
+                    to.add_(delta, alpha=weight * share)
+                else:
+                    to.addcmul_(delta, weight.to(v).view(-1, *[1] * (v.ndim - 1)), value=share)
 
     def _weights(self, round: int) -> float | Float[Tensor, " rank"]:
         """Of all ranks, one number where they are equal; 0 for a rank without a partner."""

@@ -155,12 +155,15 @@ class VirtualRanks(Ranks):
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
         self.optimizer = _make_optimizer(optimizer, self._replicas)
         self._exchange = self._make_exchange()
+        mode = settings.mode
+        corrects = gossips and isinstance(mode, Sync) and mode.momentum > 0
+        self._corrections = [torch.zeros_like(w) for w in self._weights if corrects]
         self.clamps = 0
         # All that must be equal for a run to continue from a state.
         self._kind = {
             "world_size": world_size,
             "strategy": strategy,
-            "mode": "Lagged" if self._lagged else type(settings.mode).__name__,
+            "mode": "Lagged" if self._lagged else type(mode).__name__ + _described(mode),
             "delay": self._delay,
             "payload": str(settings.payload),
             "topology": None if self._schedule is None else self._schedule.describe(),
@@ -207,6 +210,8 @@ class VirtualRanks(Ranks):
         state = self._state() if with_state else []
         for stacked in self._weights + state + self._replicas.statistics():
             stacked.copy_(mean_of(stacked))
+        for correction in self._corrections:
+            correction.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later run needs to continue bit for bit: live tensors, to be saved at once.
@@ -223,6 +228,7 @@ class VirtualRanks(Ranks):
             "buffers": dict(self._replicas.buffers),
             "optimizer": self.optimizer.state_dict(),
             "outstanding": {} if exchange is None else exchange.state_dict(tensors),
+            "corrections": list(self._corrections),
         }
 
     @torch.no_grad()
@@ -254,6 +260,8 @@ class VirtualRanks(Ranks):
         for part, tensors in own.items():
             for name, value in tensors.items():
                 value.copy_(state[part][name])
+        for correction, value in zip(self._corrections, state.get("corrections", ()), strict=False):
+            correction.copy_(value)
         self.steps, self.clamps = state["steps"], state["clamps"]
         self._exchange = self._make_exchange()
         if self._exchange is not None:
@@ -263,8 +271,8 @@ class VirtualRanks(Ranks):
     def _update(self) -> None:
         """The optimizer's step, and around it the round."""
         exchange, rounds = self._exchange, self._settings.exchanges
-        is_sync = isinstance(self._settings.mode, Sync)
-        if exchange is not None and not is_sync:
+        mode = self._settings.mode
+        if exchange is not None and not isinstance(mode, Sync):
             exchange.open(self.steps, self._tensors_of(self.steps))
         self.optimizer.step()
         if exchange is None:
@@ -272,7 +280,9 @@ class VirtualRanks(Ranks):
         if self.steps == 0:
             for state in self.optimizer.state.values():
                 check_moments(self._settings.payload, state)
-        if is_sync:
+        if isinstance(mode, Sync):
+            for correction, weights in zip(self._corrections, self._weights, strict=False):
+                weights.add_(correction.mul_(mode.momentum))
             for round in range(self.steps * rounds, (self.steps + 1) * rounds):
                 exchange.open(round, self._tensors_of(round))
                 self._close(exchange, round)
@@ -282,7 +292,9 @@ class VirtualRanks(Ranks):
     def _close(self, exchange: Exchange, round: int) -> None:
         """Mixes a round; second moments that become negative are set to 0."""
         tensors = self._tensors_of(round)
-        exchange.close(round, tensors)
+        mode = self._settings.mode
+        gain = mode.gain if isinstance(mode, Sync) else 0.0
+        exchange.close(round, tensors, self._corrections, gain)
         if len(tensors) == len(self._weights):
             return
         for key, value in self._named_state():
@@ -323,6 +335,13 @@ class VirtualRanks(Ranks):
             weight=mode.weight if isinstance(mode, Stale) else None,
             delay=self._delay,
         )
+
+
+def _described(mode: Mode) -> str:
+    """The settings of a mode that a state has to fit, beside its name."""
+    if isinstance(mode, Sync) and mode.momentum:
+        return f", momentum {mode.momentum}, gain {mode.gain}"
+    return ""
 
 
 def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:

@@ -16,8 +16,6 @@ from gossipgrad.train._options import check_at_least, check_fields, check_rule, 
 from ._gossip_run import Gossip
 from ._strategy import GROUP, Replica, Setting, Strategy, check_ranks
 
-_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GossipConfig:
@@ -43,6 +41,11 @@ class GossipConfig:
     while training."""
     exchanges: int = 1
     """Partners that a step of mode sync meets, one after the other: accuracy for bytes."""
+    sync_momentum: float = 0.0
+    """In mode sync, correct weights as if momentum were mixed, too: the optimizer's momentum, such
+    as 0.9. 0: do not."""
+    sync_gain: float = 0.4
+    """What the correction takes of each change by an exchange, above 0, at most 1."""
     local_steps: int | None = None
     """Exchange after so many steps alone, which an outer optimizer takes as one; None: as `every`
     says, without one."""
@@ -71,6 +74,7 @@ class GossipConfig:
         check_fields(self)
         check_at_least(self, 1, "every", "exchanges", "local_steps")
         gg.Nesterov(lr=self.outer_lr, momentum=self.outer_momentum)
+        gg.Sync(momentum=self.sync_momentum, gain=self.sync_gain)
         resolve_compress(self.compress)
         check_rule(
             self,
@@ -104,7 +108,7 @@ class GossipStrategy(Strategy):
         """Refuse what no session could have, or waits where mode stale has none."""
         CheckedOptions(
             topology=options.topology,
-            mode=options.mode,
+            mode=_mode(options),
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
@@ -125,6 +129,10 @@ class GossipStrategy(Strategy):
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
         idle = "patience_seconds" if options.mode == "stale" else "max_staleness"
         found = {idle: f"mode is {options.mode}"}
+        if options.mode != "sync":
+            found |= dict.fromkeys(("sync_momentum", "sync_gain"), f"mode is {options.mode}")
+        elif not options.sync_momentum:
+            found["sync_gain"] = "there is no sync_momentum"
         if options.local_steps is None:
             found |= dict.fromkeys(("outer_lr", "outer_momentum"), "there are no local_steps")
         if (
@@ -189,4 +197,10 @@ class GossipStrategy(Strategy):
 def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync:
     if options.mode == "stale":
         return gg.Stale(max_staleness=options.max_staleness)
-    return _WAITING[options.mode](patience_seconds=options.patience_seconds)
+    if options.mode == "sync":
+        return gg.Sync(
+            patience_seconds=options.patience_seconds,
+            momentum=options.sync_momentum,
+            gain=options.sync_gain,
+        )
+    return gg.Overlap(patience_seconds=options.patience_seconds)
