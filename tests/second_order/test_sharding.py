@@ -70,17 +70,14 @@ def _rank_main(rank, store, shards, folder):
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("world_size", [2])
-def test_sharded_runs_are_those_of_whole_state_bit_for_bit(world_size, tmp_path):
-    whole, shards = (
-        run_processes(world_size, _rank_main, each, str(tmp_path)) for each in (False, True)
-    )
+def test_sharded_runs_are_those_of_whole_state_bit_for_bit(tmp_path):
+    whole, shards = (run_processes(4, _rank_main, each, str(tmp_path)) for each in (False, True))
     for run in range(2 * len(KINDS)):
         for a, b in zip(whole, shards, strict=True):
             assert a[run][:2] == b[run][:2]
         of_ranks = [each[run][2] for each in shards]
         assert sum(of_ranks) == whole[0][run][2]
-        assert max(of_ranks) < 0.75 * whole[0][run][2]
+        assert max(of_ranks) < 0.5 * whole[0][run][2]
 
 
 def _few_main(rank, store):
