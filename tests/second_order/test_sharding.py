@@ -77,7 +77,7 @@ def test_sharded_runs_are_those_of_whole_state_bit_for_bit(tmp_path):
             assert a[run][:2] == b[run][:2]
         of_ranks = [each[run][2] for each in shards]
         assert sum(of_ranks) == whole[0][run][2]
-        assert max(of_ranks) < 0.5 * whole[0][run][2]
+        assert max(of_ranks) < 0.6 * whole[0][run][2]  # whole units
 
 
 def _few_main(rank, store):
