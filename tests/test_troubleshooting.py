@@ -2,7 +2,12 @@
 
 import ast
 import re
+import traceback
 from pathlib import Path
+
+import pytest
+
+import gossipgrad as gg
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gossipgrad"
@@ -55,3 +60,14 @@ def test_every_message_is_on_the_page():
     listed = [span for span in spans if len(span.split()) > 1]
     missing = [one for one in messages() if not any(span in one[1] for span in listed)]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    "kind", [gg.GossipError, gg.AgreementError, gg.EvictedError, gg.ReplicaChangedError]
+)
+def test_an_error_ends_with_the_section_that_has_it(kind):
+    page, _, section = traceback.format_exception_only(kind("no"))[-1].split()[-1].partition("#")
+    assert ROOT / page == PAGE
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+    assert section in anchors | ({""} if kind is gg.GossipError else set())

@@ -1,10 +1,23 @@
 """What gossipgrad raises; bad arguments are a plain `ValueError`."""
 
+from typing import ClassVar
+
 __all__ = ["AgreementError", "EvictedError", "GossipError", "ReplicaChangedError"]
 
 
 class GossipError(RuntimeError):
-    """A run cannot go on as asked; the message names what happened and the way out."""
+    """A run cannot continue as asked; the message names what happened and the way out.
+
+    A note below the traceback names the page that has the message.
+    """
+
+    section: ClassVar[str | None] = None
+    """The heading of docs/troubleshooting.md, as in a link; None if it depends on the message."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        anchor = "" if self.section is None else f"#{self.section}"
+        self.add_note(f"gossipgrad: for causes and cures see docs/troubleshooting.md{anchor}")
 
 
 class AgreementError(GossipError):
@@ -13,12 +26,16 @@ class AgreementError(GossipError):
     Raised on every rank before anything is sent, and names the first difference.
     """
 
+    section = "the-ranks-do-not-agree"
+
 
 class EvictedError(GossipError):
     """The others took this rank for dead while it hung, and train on without it.
 
     It has sent nothing since. Its weights are intact: save them, or start a new process from them.
     """
+
+    section = "a-rank-is-lost-evicted-or-late"
 
 
 class ReplicaChangedError(GossipError):
@@ -28,3 +45,5 @@ class ReplicaChangedError(GossipError):
     weights that other code writes, and for another set of trained parameters.
     `session.broadcast_()` on every rank makes the replicas one again.
     """
+
+    section = "replicas-move-apart"
