@@ -299,6 +299,10 @@ def check_weights(island, inside, between, sizes):
     """Islands that count by their sizes keep that mean, and have it as the consensus."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if inside.size() > 1:
+        alone, weight = gg.Group(dist.HashStore(), 0, 1), 1 + inside.rank()
+        with pytest.raises(ValueError, match="the weights of an island are"):
+            gg.gossip(model, optimizer, process_group=alone, island=inside, weight=weight)
     settings = {"process_group": between, "island": inside, "weight": sizes[island]}
     with gg.gossip(model, optimizer, bucket_bytes=100, **settings) as session:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Unpack
 
 import torch.distributed as dist
@@ -189,13 +190,13 @@ def _weighted(
     Raises:
         ValueError: A rank's weight is invalid, or those of an island differ; on all of these.
     """
+    if not isinstance(weight, Real):
+        raise ValueError(f"weight is {weight!r}: give a number above 0, such as the batch size")
+    weight = float(weight)
     of_island = [weight] if island is None else island.agree(weight)
-    if not isinstance(weight, int | float) or {*of_island} != {weight}:
-        raise ValueError(
-            f"weight is {weight!r}, and {of_island} in this island: give a number, the same on all "
-            "ranks of an island"
-        )
-    masses = group.all_gather_object(float(weight))
+    if any(other != of_island[0] for other in of_island):
+        raise ValueError(f"the weights of an island are {of_island}: give one number on all of it")
+    masses = group.all_gather_object(weight)
     masses = masses if island is None else island.from_first(masses)
     if {*masses} == {1.0}:
         return settings
