@@ -78,7 +78,11 @@ def member_or_joiner(rank, store, settings):
         return consensus, after, session.rank
 
 
-@pytest.mark.parametrize("settings", [{}, {"mode": "stale"}, {"local_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mode": "stale"}, pytest.param({"local_steps": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_island_dies_and_another_one_joins(settings):
     found = run_processes(
         (ISLANDS + 1) * SIZE,
