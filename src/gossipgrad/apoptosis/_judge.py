@@ -43,19 +43,12 @@ def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments)
 
 @dataclass(frozen=True)
 class Options:
-    """How many of some neurons may go, and at which error.
-
-    Attributes:
-        neurons: The neurons.
-        order: The order of their removal.
-        counts: Numbers that may be removed, ascending; the first is 0.
-        errors: The joint error of each.
-    """
+    """How many of some neurons may go, and at which error."""
 
     neurons: Neurons
-    order: Sequence[int]
-    counts: Sequence[int]
-    errors: Sequence[float]
+    order: Sequence[int]  # of their removal
+    counts: Sequence[int]  # that may be removed, ascending; the first is 0
+    errors: Sequence[float]  # joint, of each count
 
 
 def options_of(

@@ -48,14 +48,7 @@ class _Layer:
 
 
 class Work:
-    """The multiplications of a step by widths.
-
-    Args:
-        model: The model.
-        neurons: Those that may go.
-        positions: By layer, how many positions its output has in a step, over all samples.
-        round_to: Entries of a vector.
-    """
+    """The multiplications of a step by widths; `positions` are those of a layer's output."""
 
     def __init__(
         self,

@@ -28,13 +28,7 @@ MIXED, DUAL, BASE = "mixed", "dual", "base"
 
 
 class Polynomials(NamedTuple):
-    """A backbone by its polynomials of `W`, each from the constant term up.
-
-    Attributes:
-        a: Coefficients of A.
-        b2: Coefficients of B squared.
-        c: Coefficients of C.
-    """
+    """A backbone: coefficients of A, B squared and C in `W`, each from the constant term up."""
 
     a: tuple[float, ...]
     b2: tuple[float, ...]
@@ -104,12 +98,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def after(self, x: Flats, updated: Flats) -> Generator[Sent, None, Flats]:
-        """Yield the exchanges after the update; return the new weights.
-
-        Args:
-            x: The weights before the update.
-            updated: The weights after it.
-        """
+        """Yield the exchanges after the update `x - updated`; return the new weights."""
 
     @property
     def duals(self) -> Flats:

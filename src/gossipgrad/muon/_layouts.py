@@ -27,12 +27,7 @@ PLAIN: Layout = ("rows", 1)
 def layouts_of(model: nn.Module, split: Split) -> dict[str, Layout]:
     """Return the layout of each parameter by name.
 
-    Args:
-        model: The model.
-        split: Parts of fused outputs, by pattern of the parameter's or its module's name.
-
-    Raises:
-        ValueError: A pattern fits no matrix, or its parts do not make up the outputs.
+    Raises `ValueError` if a pattern of `split` fits no matrix, or its parts not the outputs.
     """
     named, layouts = dict(model.named_parameters()), {}
     unused = set(split)

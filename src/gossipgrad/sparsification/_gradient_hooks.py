@@ -29,20 +29,8 @@ class GradientHooks:
     A backward pass that a `torch.autograd.Function` runs in its own backward, as checkpoints with
     `use_reentrant=True` do, is a graph task inside another, and part of that pass.
 
-    Args:
-        parameters: In the order in which backward is expected to finish their gradients.
-        begin: Called as the first gradient of a pass arrives.
-        launch: Called with the number of each group when it may be sent.
-        end: Called once at the end of backward, after some or all groups were launched.
-        on_abort: Called after a pass that had begun raised.
-        stamp: Returns the entry of `stamps` for a gradient that is ready.
-
-    Attributes:
-        enabled: Whether gradients count; gradients of other passes stay fresh.
-        waits: Whether no group is launched before the end of backward.
-        fresh: For each parameter whether it got a gradient since the last round.
-        stamps: By parameter the stamp of its gradient of this pass, in the order of arrival.
-        handles: The hooks' handles, which do not reference this object.
+    It calls `begin` at the first gradient of a pass, `launch` with the number of each group that
+    may be sent, and `end` at the end of backward, whether all groups were launched or not.
     """
 
     def __init__(
@@ -57,10 +45,11 @@ class GradientHooks:
     ) -> None:
         self._begin, self._launch, self._end, self._on_abort = begin, launch, end, on_abort
         self._stamp = stamp
-        self.enabled, self.waits = True, False
+        self.enabled = True  # else gradients do not count, and stay fresh
+        self.waits = False  # whether no group is launched before the end of backward
         self.began = False
-        self.fresh = [False] * len(parameters)
-        self.stamps: dict[int, Any] = {}
+        self.fresh = [False] * len(parameters)  # whether it got a gradient since the last round
+        self.stamps: dict[int, Any] = {}  # of this pass, in the order of arrival
         self._launched = 0
         self._sizes: list[int] = []
         self._group_of: list[int] = []
@@ -75,7 +64,7 @@ class GradientHooks:
             if (method := on_gradient()) is not None:
                 method(parameter)
 
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []  # they do not reference this object
         # A session that is dropped unclosed leaves no hooks on its model.
         weakref.finalize(self, _remove, self.handles)
         try:
