@@ -255,8 +255,7 @@ class StepDriver:
         across, after = self.in_phase(Phase.ACROSS), self.in_phase(Phase.AFTER_UPDATE)
         closes = self.is_boundary
         if isinstance(of.mode, Sync) and of.mode.momentum:
-            for bucket in (bucket for flow in after for bucket in flow.buckets):
-                bucket.correct(of.mode.momentum)
+            rounds.correct(after, of.mode.momentum)
         if closes and across and not averages:
             rounds.advance(self._across)
             return

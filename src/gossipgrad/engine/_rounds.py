@@ -332,6 +332,14 @@ class Rounds:
                 sent = [transfer for transfer in transfers if transfer.exchanges]
                 self.island.begin(flows, sent, self.weight)
 
+    def correct(self, flows: Sequence[Flow], momentum: float) -> None:
+        """Add their corrections to the weights, as the optimizers have stepped."""
+        start = time.perf_counter()
+        for flow in flows:
+            for bucket in flow.buckets:
+                bucket.correct(momentum)
+        self._spent("mix", start, round=self.next_round)
+
     def mix_early(self, flow: Flow, bucket: int) -> bool:
         """Mix one bucket of the open round before `close`, with the same wait.
 

@@ -72,6 +72,7 @@ _ANY = sys.maxsize
 _EXACT = {_ANY: (0.0, 0.0)}
 _ROUNDS = "if 16 bits on the wire cost nothing, which was not measured"
 _SGD = "a perceptron on Fashion-MNIST, SGD"
+_SMALL = "a small perceptron on Fashion-MNIST, SGD"
 _ADAM = "a perceptron on Fashion-MNIST, AdamW"
 _GOSSIP_SGD = {8: (0.1, 0.8), 32: (0.4, 0.5), 128: (1.5, 0.7)}
 _GOSSIP_ADAM = {32: (1.7, 0.3)}
@@ -84,6 +85,10 @@ _MEASURED: dict[str, dict[str, Evidence]] = {
         "gossip, bf16 wire": Evidence(_SGD, _GOSSIP_SGD, _ROUNDS),
         "gossip-sync": Evidence(_SGD, {8: (0.0, 1.0), 32: (0.3, 0.9), 128: (1.1, 0.9)}),
         "gossip-sync, momentum": Evidence(_SGD, {8: (0.0, 0.3), 32: (0.0, 0.8), 128: (0.4, 1.0)}),
+        "gossip-sync, corrected": Evidence(_SMALL, {32: (0.0, 0.1), 128: (0.7, 0.2)}),
+        "gossip-sync, corrected, two exchanges in bf16": Evidence(
+            _SMALL, {32: (0.0, 0.2), 128: (0.1, 0.2)}
+        ),
         "gossip-stale": Evidence(f"{_SGD}, every exchange two rounds late", {8: (0.8, 0.5)}),
         "sparse": Evidence("LeNet on Fashion-MNIST, SGD", {8: (0.4, 0.2)}),
     },
@@ -142,6 +147,22 @@ def _candidates(optimizer: str, island: int) -> list[_Candidate]:
         (
             'gg.gossip(model, optimizer, mode="sync")',
             Gossip(name="gossip-sync", mode="sync"),
+            rate,
+        ),
+        (
+            "gg.gossip(model, optimizer, mode=gg.Sync(momentum=0.9))",
+            Gossip(name="gossip-sync, corrected", mode="sync"),
+            rate,
+        ),
+        (
+            "gg.gossip(model, optimizer, mode=gg.Sync(momentum=0.9), exchanges=2, "
+            "wire_dtype=torch.bfloat16)",
+            Gossip(
+                name="gossip-sync, corrected, two exchanges in bf16",
+                mode="sync",
+                exchanges=2,
+                element_bytes=2,
+            ),
             rate,
         ),
         (f"{sync})", Gossip(name="gossip-sync, momentum", **momentum), yours),
