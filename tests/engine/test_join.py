@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+import gossipgrad as gg
 from gossipgrad.comm import replica_state
 from support.joining import run_open
 from support.replicas import adam, flat
@@ -47,6 +48,7 @@ def sending(monkeypatch):
     [
         {"mode": "overlap"},
         {"mode": "sync"},
+        {"mode": gg.Sync(momentum=0.9), "exchanges": 2},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "local_steps": 2},

@@ -30,11 +30,12 @@ class Arriving:
     Args:
         position: The donor's position.
         every: Steps in a round.
+        exchanges: Rounds at the end of a step.
     """
 
-    def __init__(self, position: Mapping[str, int], every: int) -> None:
+    def __init__(self, position: Mapping[str, int], every: int, exchanges: int) -> None:
         self._position = position
-        self._every = every
+        self._every, self._exchanges = every, exchanges
         self._takes_part = False
 
     def begin(self, rounds: Rounds, wait_seconds: float) -> int:
@@ -58,13 +59,13 @@ class Arriving:
             self._takes_part = True
             self._come_to(rounds, max(rounds.next_round, rounds.heard()))
             rounds.channel.arrive(rounds.next_round, living)
-            return self._steps_at(rounds.next_round + 1)
-        heard = rounds.heard()
+            return self._steps_at(rounds.next_round + self._exchanges)
+        heard = self._first(rounds.heard())
         ahead = max(0, heard - rounds.next_round)
         if steps % self._every or rounds.never_waits:
             return steps
         rounds.jump(heard)
-        return steps + ahead * self._every
+        return steps + ahead // self._exchanges * self._every
 
     def collective(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
         """Take part from a round on that begins with a collective.
@@ -83,8 +84,13 @@ class Arriving:
         return self._takes_part and rounds.on_all(rounds.outcomes[Outcome.DELIVERED] > 0)
 
     def _come_to(self, rounds: Rounds, round: int) -> None:
-        rounds.next_round = round
+        rounds.next_round = self._first(round)
         rounds.starts = self._position["starts"]
 
+    def _first(self, round: int) -> int:
+        """Return the next round that is the first of a step."""
+        return round + (self._position["round"] - round) % self._exchanges
+
     def _steps_at(self, round: int) -> int:
-        return self._position["steps"] + (round - self._position["round"]) * self._every
+        steps = (round - self._position["round"]) // self._exchanges
+        return self._position["steps"] + steps * self._every

@@ -134,7 +134,7 @@ class StepDriver:
     def enter(self, position: Mapping[str, int], interval_seconds: float) -> None:
         """Move a joiner from the donor's position to that of the others."""
         assert self._rounds is not None
-        self._arriving = Arriving(position, self._settings.every)
+        self._arriving = Arriving(position, self._settings.every, self._settings.exchanges)
         wait_seconds = _ENTER_SECONDS * interval_seconds
         self.steps = self.steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
         self.begin(sends=False)
