@@ -8,7 +8,7 @@ import torch
 from gossipgrad.comm import Channel, Hub, Outcome, Part
 from gossipgrad.errors import GossipError
 from support.links import RUN, ours, post, until_none_but
-from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
+from support.waiting import HANG_SECONDS, until
 
 D, L, V = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID
 
@@ -29,7 +29,7 @@ def test_order_on_a_link_holds_behind_a_slow_buffer(ranks):
     a, b, *_ = ranks
     go = threading.Event()
     mine = [post(a, 1, 0, 0.0)]
-    mine.append(post(a, 1, 1, 1.0, ready=lambda: go.wait(HANG_SECONDS) and None))
+    mine.append(post(a, 1, 1, 1.0, is_filled=go.is_set))
     mine.append(post(a, 1, 2, 2.0))
     a.void(3, 1)
     theirs = [post(b, 0, round) for round in range(4)]
@@ -40,17 +40,14 @@ def test_order_on_a_link_holds_behind_a_slow_buffer(ranks):
     go.set()
     assert [b.take(one, HANG_SECONDS) for one in theirs] == [D, D, D, V]
     assert [one.received[0].item() for one in theirs[:3]] == [0.0, 1.0, 2.0]
-    assert all(one.ticket.wait(HANG_SECONDS) for one in mine)
+    until(lambda: all(one.ticket.done for one in mine))
 
 
 def test_one_late_link_holds_up_no_other(ranks):
     """Ranks 0 and 1 wait for a buffer; all other pairs, those of 0 and 1 too, exchange."""
 
     late = threading.Event()
-    slow = [
-        post(ranks[rank], 1 - rank, ready=lambda: late.wait(NEVER_SECONDS) and None)
-        for rank in (0, 1)
-    ]
+    slow = [post(ranks[rank], 1 - rank, is_filled=late.is_set) for rank in (0, 1)]
     for one, other in ((0, 2), (1, 3), (2, 3), (0, 3), (1, 2)):
         ends = post(ranks[one], other), post(ranks[other], one)
         for rank, end in zip((one, other), ends, strict=True):
@@ -63,11 +60,12 @@ def test_one_late_link_holds_up_no_other(ranks):
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), GossipError("device lost")])
 def test_a_buffer_that_cannot_be_filled_is_an_error_and_its_memory_is_free(ranks, error):
     def fail():
-        go.wait(HANG_SECONDS)
-        raise error
+        if go.is_set():
+            raise error
+        return False
 
     a, go = ranks[0], threading.Event()
-    mine = [post(a, 1, 0, ready=fail), post(a, 1, 1)]
+    mine = [post(a, 1, 0, is_filled=fail), post(a, 1, 1)]
     for round in range(2):
         post(ranks[1], 0, round)
     go.set()

@@ -66,7 +66,7 @@ class World:
     def cancel(self, rank):
         """Gives up an exchange of which its partner is not known here to be ready."""
         for (*_, round, bucket), exchange in self.exchanges[rank].items():
-            peer = exchange.recv_from
+            peer = exchange.peer
             if not exchange.open or peer is None:
                 continue
             headers = [Header.unpack(each.header) for each in self.wires.under_way[peer, rank]]
@@ -155,13 +155,13 @@ class World:
         for mine in self.exchanges:
             for key, exchange in mine.items():
                 assert not exchange.open
-                peer = exchange.recv_from
+                peer = exchange.peer
                 if exchange.outcome is not D or peer is None or key[0] <= self.cut_in:
                     continue
-                assert exchange.received.item() == 1000 * peer + exchange.round
+                assert exchange.received.item() == 1000 * peer + exchange.at.round
                 theirs = self.exchanges[peer][key]
-                assert theirs.gives
-                assert theirs.outcome is D or exchange.send_to != peer
+                assert not theirs.ticket.is_kept
+                assert theirs.outcome is D or theirs.peer != exchange.peer
         for end in self.ends:
             end.close(0.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossipgrad.comm import Sent
+from gossipgrad.comm import Ticket
 from gossipgrad.comm._exchange import Exchange, Ledger, Outcome, Position
 from support.wires import one_pair, symmetric
 
@@ -41,15 +41,11 @@ class World:
                 rank.generation,
                 rank.round,
                 rank.is_dead,
-                tuple((at, e.outcome.value, e.gives) for at, e in rank.exchanges.items()),
+                tuple((at, e.outcome.value, e.ticket.is_kept) for at, e in rank.exchanges.items()),
                 tuple(
                     (
                         peer,
-                        tuple(
-                            (at, p.sends, p.receives, p.is_agreed)
-                            for at, posted in each.posted.items()
-                            for p in posted.values()
-                        ),
+                        tuple((e.at, e.sends, e.receives, e.is_agreed) for e in each.all_posted()),
                         tuple(sorted(each.awaited)),
                         each.latest,
                         each.past,
@@ -85,11 +81,11 @@ class World:
         if not self.ranks[receiver].is_dead and not self.ranks[sender].is_dead:
             self.under_way[sender, receiver].append((kind, at))
 
-    def leave(self, number, peer, posted):
-        if posted is not None and posted.sends:
-            self.send(number, peer, "part", posted.exchange.at)
-            posted.exchange.leave(Sent())
-            self.ranks[number].ledgers[peer].sent(posted)
+    def leave(self, number, peer, exchange):
+        if exchange is not None and exchange.sends:
+            self.send(number, peer, "part", exchange.at)
+            self.ranks[number].ledgers[peer].leave(exchange)
+            exchange.ticket.done = True
 
     def post(self, number):
         rank = self.ranks[number]
@@ -98,18 +94,15 @@ class World:
         rank.round += 1
         if send_to is None:
             return
-        exchange = Exchange(at, 0, send_to, recv_from, PART)
-        exchange.expect_to_send()
-        rank.exchanges[at] = exchange
-        for peer in {send_to, recv_from}:
-            ledger, sends = rank.ledgers[peer], peer == send_to
-            if ledger.post(
-                exchange,
-                sends=sends,
-                receives=peer == recv_from,
-                window=rank.window,
-                is_alive=peer not in rank.down,
-            ):
+        receiving = sending = Exchange(at, 0, recv_from, True, Ticket())
+        if send_to != recv_from:
+            sending = Exchange(at, 0, send_to, False, receiving.ticket)
+        sending.sends, sending.payload = True, PART
+        rank.exchanges[at] = receiving
+        for exchange in {receiving, sending}:
+            peer, sends = exchange.peer, exchange.sends
+            ledger = rank.ledgers[peer]
+            if ledger.post(exchange, window=rank.window, is_alive=peer not in rank.down):
                 self.send(number, peer, "READY", at)
                 if (at, 0) in ledger.awaited:
                     self.leave(number, peer, ledger.agree(at, 0))
@@ -138,9 +131,9 @@ class World:
         for exchange in rank.exchanges.values():
             if not exchange.open:
                 continue
-            ledger = rank.ledgers[exchange.recv_from]
-            if not ledger.posted[exchange.at][0].is_agreed and ledger.cancel(exchange):
-                self.send(number, exchange.recv_from, "WITHDRAW", exchange.at)
+            ledger = rank.ledgers[exchange.peer]
+            if not exchange.is_agreed and ledger.cancel(exchange):
+                self.send(number, exchange.peer, "WITHDRAW", exchange.at)
 
     def enter(self, number):
         rank = self.ranks[number]
@@ -203,12 +196,12 @@ class World:
             for at, exchange in rank.exchanges.items():
                 assert not exchange.open, (number, at, "waits for ever")
                 assert exchange.ticket.done, (number, at, "a part is held for ever")
-                peer = exchange.recv_from
+                peer = exchange.peer
                 if exchange.outcome is not Outcome.DELIVERED or self.ranks[peer].is_dead:
                     continue
                 theirs = self.ranks[peer].exchanges[at]
-                assert theirs.gives, (number, at, "counts what was never sent")
-                if exchange.send_to == peer:
+                assert not theirs.ticket.is_kept, (number, at, "counts what was never sent")
+                if theirs.peer == number:
                     assert theirs.outcome is Outcome.DELIVERED, (
                         number,
                         at,

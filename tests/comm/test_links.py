@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Kind, Outcome, Part, TCPTransport
+from gossipgrad.comm import Channel, Header, Kind, Outcome, Part, TCPTransport, Ticket
 from gossipgrad.errors import GossipError
 from support.links import RUN, both, cut, make_transports, ours, post, until_none_but
 from support.ranks import run_ranks
@@ -103,9 +103,10 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order_both_ways():
         peer, found, tickets = 1 - end.rank, [], []
         for number, size in enumerate(sizes):
             payload = torch.full((size,), number, dtype=torch.uint8) if size else None
-            tickets.append(end.send(peer, b"%d" % number, payload))
+            tickets.append(Ticket())
+            end.send(peer, b"%d" % number, payload, tickets[-1])
         until(lambda: found.extend(end.receive(0.1)) or len(found) == len(sizes))
-        assert all(ticket.wait(HANG_SECONDS) for ticket in tickets)
+        until(lambda: all(ticket.done for ticket in tickets))
         return found
 
     threads = [threading.Thread(target=talk, args=(ends[1],))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import Channel, Lost, Outcome, Part, TCPTransport
+from gossipgrad.comm import Channel, Lost, Outcome, Part, TCPTransport, Ticket
 from support.links import make_transports
 from support.processes import run_processes
 from support.waiting import HANG_SECONDS, until
@@ -82,8 +82,10 @@ def leave_while_the_other_stands(rank, store):
         store.set("pid", str(os.getpid()))
         events, payload = [], torch.zeros(1 << 22)
         while not any(isinstance(event, Lost) for event in events):
+            ticket = Ticket()
             transport.send(1, b"more", payload)
-            transport.send(1, b"more", payload).wait(HANG_SECONDS)
+            transport.send(1, b"more", payload, ticket)
+            until(lambda ticket=ticket: ticket.done)
             events += transport.receive(0.0)
         transport.close()
         return [event.header for event in events if not isinstance(event, Lost)]

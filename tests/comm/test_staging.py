@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossipgrad.comm import BucketPlan, Outcome, SnapshotPool, TensorSpec, stage
-from support.waiting import HANG_SECONDS, NEVER_SECONDS
+from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
 CPU = torch.device("cpu")
 gpu = [
@@ -42,9 +42,8 @@ def test_a_snapshot_is_a_copy_in_host_memory_whatever_the_strides(device):
     taken = [snapshot.take(n, [live[i] for i in b.indices]) for n, b in enumerate(plan.buckets)]
     for tensor in live:
         tensor.zero_()
-    for layout, (payload, ready) in zip(plan.buckets, taken, strict=True):
-        if ready is not None:
-            ready()
+    for layout, (payload, is_filled) in zip(plan.buckets, taken, strict=True):
+        until(lambda is_filled=is_filled: is_filled is None or is_filled())
         assert payload.device == CPU
         assert torch.equal(payload, torch.cat([tensors[i].reshape(-1) for i in layout.indices]))
         back = stage(payload.clone(), device)()
@@ -63,10 +62,10 @@ def test_the_compute_stream_does_not_wait_for_the_transfer(cuda):
     snapshot.take(0, [tensor])[1]()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    _, ready = snapshot.take(0, [tensor])
+    _, is_filled = snapshot.take(0, [tensor])
     torch.cuda.current_stream().synchronize()
     filled_seconds = time.perf_counter() - start
-    ready()
+    until(is_filled)
     assert filled_seconds < (time.perf_counter() - start) / 2
 
 
@@ -123,9 +122,9 @@ def test_snapshots_travel_between_ranks(channels, device):
             snapshot = pools[rank].acquire(
                 lambda channel=channel: channel.poll(0.001), HANG_SECONDS
             )
-            payload, ready = snapshot.take(0, [values[rank] + round])
+            payload, is_filled = snapshot.take(0, [values[rank] + round])
             exchange = channel.post(
-                round, 0, payload, send_to=1 - rank, recv_from=1 - rank, ready=ready
+                round, 0, payload, send_to=1 - rank, recv_from=1 - rank, is_filled=is_filled
             )
             snapshot.hold(0, exchange.ticket)
             posted.append((snapshot, exchange))

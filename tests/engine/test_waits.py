@@ -97,26 +97,20 @@ def test_with_endless_patience_all_make_the_same_rounds():
         assert outcomes["delivered"] == sum(outcomes.values())
 
 
-class LeavesLater:
-    """The ticket of a message that has left when an event is set."""
-
-    def __init__(self, left):
-        self._left, self.wait = left, left.wait
-
-    @property
-    def done(self):
-        return self._left.is_set()
-
-
 class Holding:
     """A transport that delivers, but keeps the memory of what it has sent until the end."""
 
     def __init__(self, inner, ended):
         self._inner, self._ended = inner, ended
 
-    def send(self, peer, header, payload=None):
+    def send(self, peer, header, payload=None, ticket=None):
         self._inner.send(peer, header, payload)
-        return LeavesLater(self._ended)
+        if ticket is not None:
+            threading.Thread(target=self._release, args=[ticket], daemon=True).start()
+
+    def _release(self, ticket):
+        self._ended.wait()
+        ticket.done = True
 
     def __getattr__(self, name):
         return getattr(self._inner, name)

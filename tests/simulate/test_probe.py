@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.comm import Group, Hub, InProcessTransport, Sent
+from gossipgrad.comm import Group, Hub, InProcessTransport
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import Measured, Network, Probe, probe
@@ -54,11 +54,11 @@ class Slowed(InProcessTransport):
                 self._now = max(self._now, self._sent[peer, rank][len(moments) - 1])
         return self._now
 
-    def send(self, peer, header, payload=None):
+    def send(self, peer, header, payload=None, ticket=None):
         if payload is not None:
             self._now = self.now() + self._slow * (0.005 + payload.nbytes / 1e7)
             self._sent[self.rank, peer].append(self._now)
-        return super().send(peer, header, payload)
+        super().send(peer, header, payload, ticket)
 
 
 def measured(sizes_bytes, budget_seconds):
@@ -99,11 +99,11 @@ class Mute(InProcessTransport):
 
     done = threading.Event()
 
-    def send(self, peer, header, payload=None):
+    def send(self, peer, header, payload=None, ticket=None):
         if self.rank == 1 and payload is not None:
             assert self.done.wait(HANG_SECONDS)
-            return Sent()
-        return super().send(peer, header, payload)
+            return
+        super().send(peer, header, payload, ticket)
 
 
 class Mortal(InProcessTransport):
@@ -111,12 +111,12 @@ class Mortal(InProcessTransport):
 
     sent = 0
 
-    def send(self, peer, header, payload=None):
+    def send(self, peer, header, payload=None, ticket=None):
         self.sent += 1
         if self.rank == 1 and self.sent > 5:
             self.close()
             raise GossipError("dead")
-        return super().send(peer, header, payload)
+        super().send(peer, header, payload, ticket)
 
 
 @pytest.mark.parametrize(

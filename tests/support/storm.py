@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossipgrad.comm import Header, Kind, Lost, Received, Sent, Ticket, Transport
+from gossipgrad.comm import Header, Kind, Lost, Received, Ticket, Transport
 
 __all__ = ["DeadError", "Fault", "Storm", "StormyTransport", "draw_storm"]
 
@@ -149,13 +149,21 @@ class StormyTransport:
         if not self._ended:
             self._inner.open(peer)
 
-    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+    def send(
+        self,
+        peer: int,
+        header: bytes,
+        payload: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
         what = Header.unpack(header)
         if what.kind is Kind.DATA and not self._ended:
             self.reach("exchange", what.round)
         elif not self._alive():
-            return Sent()
-        return self._inner.send(peer, header, payload)
+            if ticket is not None:
+                ticket.done = True
+            return
+        self._inner.send(peer, header, payload, ticket)
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """What has come; of a link that is cut, when it is no more."""

@@ -72,7 +72,6 @@ from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Received as Received
 from gossipgrad.comm._transport import Recorder as Recorder
-from gossipgrad.comm._transport import Sent as Sent
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport
 from gossipgrad.comm._transport import is_joinable as is_joinable

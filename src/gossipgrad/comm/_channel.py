@@ -6,16 +6,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._exchange import Exchange, Ledger, Outcome, Position, Posted
+from gossipgrad.comm._exchange import Exchange, Ledger, Outcome, Position
 from gossipgrad.comm._membership import LEFT, LOST, Liveness
-from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind, Part, WireError
+from gossipgrad.errors import GossipError
 
 __all__ = ["Channel"]
 
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 2.0  # until the others have read LEAVE, which their threads of links do at once
 _WAKE_SECONDS = 0.5  # a wait wakes this often, to notice Ctrl-C and silent deaths
 _LISTEN_SECONDS = 0.1  # of one poll of the thread that receives, for which closing waits
+_FILL_SECONDS = 0.001  # of one poll while a part that could leave is being filled
 _PIECE_BYTES = 1 << 20  # of a replica's state, which a joiner gets
 _END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`
 
@@ -91,9 +91,9 @@ class Channel:
         self._peers = set(range(self.world_size) if peers is None else peers) - {self.rank}
         self._arrived = peers is None
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
-        self._outboxes: dict[int, Outbox] = {}  # of links that are open
+        self._linked: set[int] = set()  # peers that something was sent to
         self._last = Position(0, 0, -1)  # the last round that was posted here
-        self._agreed: list[tuple[int, Posted]] = []  # their parts leave when all are posted
+        self._agreed: list[Exchange] = []  # their parts leave when all are posted, and filled
         self._listens = not getattr(transport, "by_hand", False)
         self._thread: threading.Thread | None = None  # receives while training computes
         self._error: BaseException | None = None  # of that thread
@@ -119,7 +119,7 @@ class Channel:
         """Return `bytes_sent`, `bytes_received` and `refused` as if exchanges were not posted."""
         with self._lock:
             sizes = [(each, self.plan[each.bucket].size_bytes) for each in exchanges]
-            sent = sum(size_bytes for each, size_bytes in sizes if each.gives)
+            sent = sum(size_bytes for each, size_bytes in sizes if not each.ticket.is_kept)
             arrived = sum(s for each, s in sizes if each.outcome is Outcome.DELIVERED)
             return {
                 "bytes_sent": self.bytes_sent - sent,
@@ -138,7 +138,7 @@ class Channel:
         send_to: int | None,
         recv_from: int | None,
         into: Tensor | None = None,
-        ready: Callable[[], None] | None = None,
+        is_filled: Callable[[], bool] | None = None,
         on_arrival: Callable[[], None] | None = None,
     ) -> Exchange:
         """Say READY for a bucket; return immediately. The parts move when the partner is ready.
@@ -155,9 +155,12 @@ class Channel:
             into: Memory for the partner's part, like `payload`, where the transport can receive
                 into it; it must not be used before the exchange has ended, or the partner may still
                 write it after `cancel`. None: a tensor of its own.
-            ready: Called in a background thread before sending; returns when `payload` is filled
-                (a copy from an accelerator, say).
+            is_filled: Returns whether `payload` is filled (by a copy from an accelerator, say); the
+                part leaves when it is, in the order of posting on each link. None: it is.
             on_arrival: Called in a background thread when the partner's part has arrived.
+
+        Returns:
+            The exchange with `recv_from`; with `send_to`, delivered, if that is None.
 
         Raises:
             ValueError: If the payload does not fit the plan.
@@ -168,48 +171,51 @@ class Channel:
         with self._lock:
             self._check()
             self._follow_epoch(round)
-            exchange = Exchange(self._at(round), bucket, send_to, recv_from, payload, into, ready)
-            exchange.on_arrival = on_arrival
+            at, ticket = self._at(round), Ticket()
+            receiving = Exchange(at, bucket, recv_from, recv_from is not None, ticket, into=into)
+            receiving.on_arrival = on_arrival
+            sending = receiving
+            if send_to != recv_from:
+                sending = Exchange(at, bucket, send_to, False, ticket)
+            if send_to is None:
+                ticket.keep()
+            else:
+                sending.sends, sending.payload, sending.is_filled = True, payload, is_filled
             if self.closed or not is_member:
-                exchange.payload = exchange.ready = None
-                exchange.finish(Outcome.VOID)
+                sending.end(Outcome.VOID)
+                if sending is not receiving:
+                    receiving.end(Outcome.VOID)
                 if not self.closed:
                     self.void(round, send_to)  # otherwise the receiver waits for it
-                return exchange
-            self._last = max(self._last, exchange.at)
-            if send_to is not None:
-                exchange.expect_to_send()
-            for peer in {recv_from, send_to}:
-                if peer is not None:
-                    self._post(exchange, peer)
+                return receiving
+            self._last = max(self._last, at)
+            for exchange in {receiving, sending}:
+                if exchange.peer is not None:
+                    self._post(exchange, exchange.peer)
             if recv_from is None:
-                exchange.finish(Outcome.DELIVERED)
+                receiving.finish(Outcome.DELIVERED)
             self._listen()
-        return exchange
+        if is_filled is not None:
+            self.transport.wake()  # or a part that may leave soon waits for the next message
+        return receiving
 
     def _post(self, exchange: Exchange, peer: int) -> None:
-        """Say READY to one of an exchange's peers; its part leaves soon if that is ready, too."""
-        ledger = self._ledgers[peer]
-        sends, receives = peer == exchange.send_to, peer == exchange.recv_from
-        if not ledger.post(
-            exchange,
-            sends=sends,
-            receives=receives,
-            window=self.window,
-            is_alive=self._liveness.is_alive(peer),
-        ):
+        """Say READY to a peer; this rank's part leaves soon if that is ready, too."""
+        ledger, at, bucket = self._ledgers[peer], exchange.at, exchange.bucket
+        sends, is_alive = exchange.sends, self._liveness.is_alive(peer)
+        if not ledger.post(exchange, window=self.window, is_alive=is_alive):
             if sends:
-                self.void(exchange.round, peer)
+                self.void(at.round, peer)
             return
-        self._posted_bytes += sends * self.plan[exchange.bucket].size_bytes
+        self._posted_bytes += sends * self.plan[bucket].size_bytes
         self.watch(peer)
-        at, bucket = exchange.at, exchange.bucket
         self._send(peer, self._header(Kind.READY, at.round, bucket))
-        if (at, bucket) in ledger.awaited and (posted := ledger.agree(at, bucket)) is not None:
-            self._agreed.append((peer, posted))
+        if (at, bucket) in ledger.awaited:
+            ledger.agree(at, bucket)
+            self._agreed.append(exchange)
 
     def send_agreed(self) -> None:
-        """Send the posted parts whose receivers were ready before; `poll` does so, too.
+        """Send the posted parts whose receivers are ready, if they are filled; `poll` does so, too.
 
         1. A posts all buckets of a round, and its READYs are at B.
         2. B posts them. If its part 0 left at once, READY 1 would wait behind it on a slow link,
@@ -217,19 +223,33 @@ class Channel:
         """
         with self._lock:
             agreed, self._agreed = self._agreed, []
-            for peer, posted in agreed:
-                if posted.exchange.payload is not None:  # else it will not be sent
-                    self._leave(peer, posted)
+            for exchange in agreed:
+                if not exchange.sends:  # it will not be sent
+                    continue
+                is_behind = any(each.peer == exchange.peer for each in self._agreed)
+                if is_behind or not self._is_filled(exchange):
+                    self._agreed.append(exchange)
+                else:
+                    self._leave(exchange)
+            if self._error is not None:
+                for exchange in self._agreed:
+                    exchange.ticket.done = True
 
-    def _leave(self, peer: int, posted: Posted) -> None:
+    def _is_filled(self, exchange: Exchange) -> bool:
+        """Whether a part may leave; one that cannot be filled is an error of this rank."""
+        try:
+            return exchange.is_filled is None or exchange.is_filled()
+        except Exception as error:
+            self._error = GossipError(f"a message could not be sent: {error}")
+            self._error.__cause__ = error
+            return False
+
+    def _leave(self, exchange: Exchange) -> None:
         """Send this rank's part of an exchange that both ends are ready for."""
-        exchange = posted.exchange
-        if posted.sends:
-            part = self.plan[exchange.bucket]
-            header = self._header(Kind.DATA, exchange.round, exchange.bucket, part, exchange.at.era)
-            assert exchange.payload is not None
-            exchange.leave(self._send(peer, header, exchange.payload, exchange.ready))
-            self._ledgers[peer].sent(posted)
+        at, bucket, peer = exchange.at, exchange.bucket, exchange.peer
+        assert peer is not None
+        header = self._header(Kind.DATA, at.round, bucket, self.plan[bucket], at.era)
+        self._send(peer, header, self._ledgers[peer].leave(exchange), exchange.ticket)
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Wait for the partner's part, at most `timeout_seconds`; `LATE` leaves the exchange open.
@@ -252,6 +272,8 @@ class Channel:
         """
         deadline = time.perf_counter() + timeout_seconds
         self.send_agreed()
+        if self._agreed:
+            deadline = min(deadline, time.perf_counter() + _FILL_SECONDS)
         with self._changed:
 
             def is_served() -> bool:
@@ -287,20 +309,19 @@ class Channel:
         """
         with self._lock:
             if exchange.open:
-                assert exchange.recv_from is not None
-                if self._ledgers[exchange.recv_from].cancel(exchange):
+                assert exchange.peer is not None
+                if self._ledgers[exchange.peer].cancel(exchange):
                     at, bucket = exchange.at, exchange.bucket
                     header = self._header(Kind.WITHDRAW, at.round, bucket, era=at.era)
-                    self._send(exchange.recv_from, header)
+                    self._send(exchange.peer, header)
 
     def report_silent(self, peer: int) -> None:
         """Note that a peer is silent, and notify the others; once, until it is heard of again."""
         with self._lock:
             if peer not in self.silent:
                 self.silent.add(peer)
-                for other in [*self._outboxes]:
-                    if other != peer:
-                        self._send(other, self._header(Kind.SILENT, 0, peer))
+                for other in self._linked - {peer}:
+                    self._send(other, self._header(Kind.SILENT, 0, peer))
 
     def void(self, round: int, send_to: int | None) -> None:
         """Void a round before any part of it was sent, and notify `send_to`."""
@@ -362,7 +383,6 @@ class Channel:
                         self._liveness.report_reopened(peer)
                         self._posted_bytes -= self._ledgers[peer].kept_bytes
                         self._ledgers[peer] = Ledger()
-                        self._outboxes.pop(peer, None)
             self._peers |= peers
             self._enter_era(generation, 0)
             if self._arrived:
@@ -396,16 +416,16 @@ class Channel:
                 return
             self.closed = True
             for ledger in self._ledgers.values():
-                for posted in ledger.all_posted():
-                    if posted.receives:
-                        ledger.cancel(posted.exchange)
+                for exchange in ledger.all_posted():
+                    if exchange.receives:
+                        ledger.cancel(exchange)
         deadline = time.perf_counter() + linger_seconds
-        with ExitStack() as at_last:  # in reverse order; all run, even after an interrupt
-            at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))
-            at_last.callback(self._drain, deadline)
+        try:
             self.poll(0.0)
             while not self._is_all_sent() and time.perf_counter() < deadline:
                 self.poll(0.005)
+        finally:
+            self._end(max(min(_LEAVE_SECONDS, linger_seconds), deadline - time.perf_counter()))
 
     # -- mail -------------------------------------------------------------------------------
 
@@ -419,7 +439,7 @@ class Channel:
         """Open the link to a peer, to notice its death even before anything is sent."""
         with self._lock:
             self.transport.open(peer)
-            self._outbox(peer)
+            self._linked.add(peer)
 
     def send_mail(
         self, key: int, version: int, values: Tensor, peers: Iterable[int]
@@ -432,7 +452,10 @@ class Channel:
                 return []
             living = [p for p in {*peers} - {self.rank} if self._liveness.is_alive(p)]
             self._posted_bytes += len(living) * header.size_bytes
-            return [self._send(peer, header, values) for peer in living]
+            tickets = [Ticket() for _ in living]
+            for peer, ticket in zip(living, tickets, strict=True):
+                self._send(peer, header, values, ticket)
+            return tickets
 
     def send_state(self, state: Tensor, peer: int) -> None:
         """Send a joiner a replica's state, as bytes in host memory; return immediately."""
@@ -469,21 +492,18 @@ class Channel:
         era = era or (self.generation, self.epoch)
         return Header(kind, self.run, self.rank, *era, round, bucket, dtype, size_bytes)
 
-    def _outbox(self, peer: int) -> Outbox:
-        if peer not in self._outboxes:
-            self._outboxes[peer] = Outbox(self.transport, peer, self._lock)
-        return self._outboxes[peer]
-
     def _send(
         self,
         peer: int,
         header: Header,
         payload: Tensor | None = None,
-        ready: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if not self._liveness.is_alive(peer):
-            return Sent()
-        return self._outbox(peer).send(header.pack(), payload, ready)
+        ticket: Ticket | None = None,
+    ) -> None:
+        if self._liveness.is_alive(peer):
+            self._linked.add(peer)
+            self.transport.send(peer, header.pack(), payload, ticket)
+        elif ticket is not None:
+            ticket.done = True
 
     def _notify(self, kind: Kind, peers: Iterable[int], round: int) -> None:
         for peer in {*peers} - {self.rank}:
@@ -509,8 +529,6 @@ class Channel:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        for outbox in [*self._outboxes.values()]:
-            outbox.check()
 
     def _enter_era(self, generation: int, epoch: int) -> None:
         if generation > self.generation:
@@ -557,11 +575,11 @@ class Channel:
         at = Position(header.generation, header.epoch, header.round)
         with self._lock:
             ledger = self._ledgers.get(header.sender)
-            exchange = None if ledger is None else ledger.awaits(at, header.bucket)
-            if exchange is None or exchange.into is None or exchange.into.nbytes != size_bytes:
+            exchange = None if ledger is None else ledger.find(at, header.bucket)
+            if exchange is None or not exchange.receives:
                 return None
             into, exchange.into = exchange.into, None  # once
-            return into.view(torch.uint8)
+            return None if into is None or into.nbytes != size_bytes else into.view(torch.uint8)
 
     def _accept(self, arrival: Received) -> list[Exchange]:
         """Handle a message; return the exchange whose part it was, if any."""
@@ -585,11 +603,6 @@ class Channel:
         kind, peer = header.kind, header.sender
         ledger = self._ledgers[peer]
         if (how := self.gone.get(peer)) is not None:
-            is_last = kind in (Kind.LEAVE, Kind.PART)
-            if how == LOST and not ledger.was_notified and not is_last:
-                # Only our link to it broke, not its link to us: notify it, or it waits for us.
-                ledger.was_notified = True
-                self.transport.send(peer, self._header(Kind.PART, 0).pack())
             raise WireError(f"rank {peer} {how}")
         at = Position(header.generation, header.epoch, header.round)
         self.silent.discard(peer)
@@ -608,10 +621,6 @@ class Channel:
             self._state[first : self._state_bytes] = payload
         elif kind is Kind.LEAVE:
             self._lose(peer, LEFT)
-        elif kind is Kind.PART:
-            if header.generation >= self.generation:  # otherwise the link was reopened since
-                ledger.was_notified = True
-                self._lose(peer, LOST)
         elif kind is Kind.WITHDRAW:
             ledger.take_back(at, header.bucket)
         elif kind is Kind.DATA:
@@ -624,8 +633,9 @@ class Channel:
                 self.heard = max(self.heard, header.round)
             if kind is not Kind.FENCE and header.generation == self.generation:
                 self._later_epoch = max(self._later_epoch, header.epoch)
-            if kind is Kind.READY and (posted := ledger.agree(at, header.bucket)) is not None:
-                self._leave(peer, posted)
+            if kind is Kind.READY and (exchange := ledger.agree(at, header.bucket)) is not None:
+                self._agreed.append(exchange)
+                self.send_agreed()
         return None
 
     def _lose(self, peer: int, how: str) -> None:
@@ -638,27 +648,20 @@ class Channel:
         logger.log(level, "rank %d %s; rank %d continues without it", peer, how, self.rank)
         ledger.end()
         self.silent.discard(peer)
-        if peer in self._outboxes:
-            self._outboxes[peer].end()
+        self._linked.discard(peer)
         self._liveness.report_down(peer, how)
 
     # -- the end ----------------------------------------------------------------------------
 
     def _is_all_sent(self) -> bool:
         with self._lock:
-            waits = any(p.sends for each in self._ledgers.values() for p in each.all_posted())
-            return not waits and all(outbox.is_empty for outbox in self._outboxes.values())
+            return not any(e.sends for each in self._ledgers.values() for e in each.all_posted())
 
-    def _drain(self, deadline: float) -> None:
-        with self._lock:
-            for outbox in self._outboxes.values():
-                outbox.drain(deadline - time.perf_counter())
-
-    def _end(self, leave_seconds: float) -> None:
+    def _end(self, linger_seconds: float) -> None:
         """Send LEAVE and close the transport, when no other thread receives."""
         try:
             with self._lock:
-                linked = {*self._outboxes, *getattr(self.transport, "linked", ())}
+                linked = {*self._linked, *getattr(self.transport, "linked", ())}
                 self._notify(Kind.LEAVE, linked, 0)
         finally:
             with self._changed:
@@ -669,6 +672,6 @@ class Channel:
                     lambda: self._listener in (None, threading.get_ident()), _END_SECONDS
                 )
             if has_ended:
-                self.transport.close(leave_seconds)
+                self.transport.close(linger_seconds)
             else:
                 logger.warning("a thread still receives: rank %d leaves its links open", self.rank)

@@ -31,11 +31,10 @@ names a later round or era, it says READY to no earlier one any more. What it sa
 AGREED exchanges arrive whatever the peer does next, a collective or another generation.
 
 In a round of directed pairs a rank receives from one peer and sends to another. It says READY to
-both, and each link has its own exchange: POSTED to AGREED, and then one part in one direction.
+both, and each peer has its own exchange: POSTED to AGREED, and then one part in one direction.
 """
 
 import enum
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,9 +42,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossipgrad.comm._transport import Sent, Ticket
+from gossipgrad.comm._transport import Ticket
 
-__all__ = ["Exchange", "Ledger", "Outcome", "Position", "Posted"]
+__all__ = ["Exchange", "Ledger", "Outcome", "Position"]
 
 
 class Outcome(enum.Enum):
@@ -82,43 +81,24 @@ class Position(NamedTuple):
 _START = Position(0, 0, -1)
 
 
-class _Leaving:
-    """The ticket of a part that leaves when both ends are ready."""
-
-    def __init__(self) -> None:
-        self._left = threading.Event()
-        self._ticket: Ticket = Sent()
-
-    @property
-    def done(self) -> bool:
-        return self._left.is_set() and self._ticket.done
-
-    def wait(self, timeout_seconds: float) -> bool:
-        deadline = time.monotonic() + timeout_seconds
-        left = self._left.wait(timeout_seconds)
-        return left and self._ticket.wait(max(0.0, deadline - time.monotonic()))
-
-    def leave(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-        self._left.set()
-
-
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """One bucket of one round, posted on a channel.
+    """One bucket of one round, with one peer.
 
     Attributes:
         at: Its round among those of all eras.
         bucket: Index of the bucket in the payload.
-        send_to: The rank that gets this rank's part, None for none.
-        recv_from: The rank whose part is awaited, None for none.
+        peer: The rank at the other end; None: nothing is awaited, and nothing sent.
+        receives: Whether the peer's part is awaited from it.
+        ticket: Done when the posted buffer may be written again.
+        sends: Whether this rank's part goes to the peer, and has not left.
         payload: This rank's part, until it has left or will not.
         into: The memory for the partner's part; None: memory of its own.
-        ready: Returns when `payload` is filled; None if it is.
+        is_filled: Returns whether `payload` is filled; None if it is.
         on_arrival: Called when the partner's part has arrived, in the thread that receives.
+        is_agreed: Whether the peer has said READY, too.
         outcome: How it ended; `LATE` while it is open.
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
-        ticket: Done when the posted buffer may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
         agreed_seconds: When both ends were ready; None before that.
         finished_seconds: When it ended, None while it is open.
@@ -126,51 +106,25 @@ class Exchange:
 
     at: Position
     bucket: int
-    send_to: int | None
-    recv_from: int | None
+    peer: int | None
+    receives: bool
+    ticket: Ticket
+    sends: bool = False
     payload: Tensor | None = None
     into: Tensor | None = None
-    ready: Callable[[], None] | None = None
+    is_filled: Callable[[], bool] | None = None
     on_arrival: Callable[[], None] | None = None
+    is_agreed: bool = False
     outcome: Outcome = Outcome.LATE
     received: Tensor | None = None
-    ticket: Ticket = field(default_factory=Sent)
     posted_seconds: float = field(default_factory=time.perf_counter)
     agreed_seconds: float | None = None
     finished_seconds: float | None = None
-    _leaving: _Leaving | None = None
-
-    @property
-    def round(self) -> int:
-        """The exchange's round."""
-        return self.at.round
 
     @property
     def open(self) -> bool:
         """Whether the partner's part can still arrive."""
         return self.outcome is Outcome.LATE
-
-    @property
-    def gives(self) -> bool:
-        """Whether this rank's part has left, or may still leave."""
-        return self._leaving is not None
-
-    def expect_to_send(self) -> None:
-        """Hold the payload until `leave` or `keep`."""
-        self.ticket = self._leaving = _Leaving()
-
-    def leave(self, ticket: Ticket) -> None:
-        """The part has left."""
-        assert self._leaving is not None
-        self._leaving.leave(ticket)
-        self.payload = self.ready = None
-
-    def keep(self) -> None:
-        """The part will not leave."""
-        if self._leaving is not None and self.payload is not None:
-            leaving, self._leaving = self._leaving, None
-            self.payload = self.ready = None
-            leaving.leave(Sent())
 
     def finish(self, outcome: Outcome, received: Tensor | None = None) -> None:
         """Close the exchange, once."""
@@ -179,22 +133,14 @@ class Exchange:
         self.finished_seconds = time.perf_counter()
         self.outcome = outcome  # last: other threads read it without a lock
 
-
-@dataclass(eq=False, slots=True)
-class Posted:
-    """What an exchange is on one link.
-
-    Attributes:
-        exchange: The exchange.
-        sends: Whether this rank's part goes over the link, and has not left.
-        receives: Whether the peer's part is awaited from it.
-        is_agreed: Whether the peer has said READY, too.
-    """
-
-    exchange: Exchange
-    sends: bool
-    receives: bool
-    is_agreed: bool = False
+    def end(self, outcome: Outcome) -> None:
+        """End it without the peer's part, and keep this rank's part if it has not left."""
+        if self.sends:
+            self.payload = self.is_filled = None
+            self.ticket.keep()
+        if self.open:
+            self.finish(outcome)
+        self.sends = self.receives = False
 
 
 @dataclass(eq=False, slots=True)
@@ -207,74 +153,57 @@ class Ledger:
         past: This rank says READY to no round before this one any more.
         latest: Nor does the peer to a round before this one.
         given_up: The last round that this rank has declared void.
-        was_notified: Whether a lost peer that still sends was notified.
         kept_bytes: Of parts that were posted, and will not leave.
     """
 
-    posted: dict[Position, dict[int, Posted]] = field(default_factory=dict)
+    posted: dict[Position, dict[int, Exchange]] = field(default_factory=dict)
     awaited: set[tuple[Position, int]] = field(default_factory=set)
     past: Position = _START
     latest: Position = _START
     given_up: Position = _START
-    was_notified: bool = False
     kept_bytes: int = 0
 
-    def post(
-        self,
-        exchange: Exchange,
-        *,
-        sends: bool,
-        receives: bool,
-        window: int,
-        is_alive: bool = True,
-    ) -> bool:
+    def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:
         """Post an exchange; return whether to say READY to the peer. If not, it is over here.
 
         Args:
             exchange: Of no earlier round than those before it.
-            sends: Whether its part goes to the peer.
-            receives: Whether the peer's part is awaited.
             window: How many rounds of an era may be open.
             is_alive: Whether the peer can be reached.
         """
-        at, posted = exchange.at, Posted(exchange, sends, receives)
+        at, key = exchange.at, (exchange.at, exchange.bucket)
         assert exchange.bucket not in self.posted.get(at, ()), f"round {at.round} is posted twice"
         self.prune(before=at)
-        outcome = None
+        is_behind = at < self.latest
+        is_early = exchange.receives and (at.era > self.latest.era or self._is_full(at, window))
         if not is_alive:
-            outcome = Outcome.DEAD_PEER
-        elif at < self.past or (
-            (at, exchange.bucket) not in self.awaited
-            and (
-                at < self.latest
-                or (receives and (at.era > self.latest.era or self._is_full(at, window)))
-            )
-        ):
-            outcome = Outcome.VOID
-        if outcome is None:
-            self.posted.setdefault(at, {})[exchange.bucket] = posted
+            exchange.end(Outcome.DEAD_PEER)
+        elif at < self.past or (key not in self.awaited and (is_behind or is_early)):
+            exchange.end(Outcome.VOID)
+        else:
+            self.posted.setdefault(at, {})[exchange.bucket] = exchange
             return True
-        self.awaited.discard((at, exchange.bucket))
-        _end(posted, outcome)
+        self.awaited.discard(key)
         return False
 
-    def agree(self, at: Position, bucket: int) -> Posted | None:
+    def agree(self, at: Position, bucket: int) -> Exchange | None:
         """The peer has said READY, now or before; return what is agreed, None if nothing is."""
-        posted = self.posted.get(at, {}).get(bucket)
-        if posted is not None:
+        exchange = self.find(at, bucket)
+        if exchange is not None:
             self.awaited.discard((at, bucket))
-            posted.is_agreed = True
-            if posted.receives:
-                posted.exchange.agreed_seconds = time.perf_counter()
+            exchange.is_agreed, exchange.agreed_seconds = True, time.perf_counter()
         elif at >= self.past:
             self.awaited.add((at, bucket))
-        return posted
+        return exchange
 
-    def sent(self, posted: Posted) -> None:
-        """This rank's part has left; the exchange is over on this link if none is awaited."""
-        posted.sends = False
-        if not posted.receives:
-            self._remove(posted.exchange.at, posted.exchange.bucket)
+    def leave(self, exchange: Exchange) -> Tensor:
+        """Return this rank's part, which leaves; it is over here if the peer's is not awaited."""
+        payload = exchange.payload
+        assert payload is not None
+        exchange.payload, exchange.sends = None, False
+        if not exchange.receives:
+            self._remove(exchange)
+        return payload
 
     def deliver(self, at: Position, bucket: int, values: Tensor) -> Exchange | None:
         """The peer's part has arrived; return its exchange if that was open.
@@ -282,92 +211,80 @@ class Ledger:
         Parts arrive in the order of their rounds: one that is missing was lost with a link that was
         made again since.
         """
-        for earlier in [position for position in self.posted if position < at]:
-            for missing in [b for b, p in self.posted[earlier].items() if p.receives]:
-                self._end(self._remove(earlier, missing), Outcome.VOID)
-        posted = self.posted.get(at, {}).get(bucket)
-        if posted is None or not posted.receives:
+        for exchange in self.all_posted():
+            if exchange.at < at and exchange.receives:
+                self._end(exchange, Outcome.VOID)
+        exchange = self.find(at, bucket)
+        if exchange is None or not exchange.receives:
             return None
-        posted.receives = False
-        if not posted.sends:
-            self._remove(at, bucket)
-        posted.exchange.finish(Outcome.DELIVERED, values)
-        return posted.exchange
+        exchange.receives = False
+        if not exchange.sends:
+            self._remove(exchange)
+        exchange.finish(Outcome.DELIVERED, values)
+        return exchange
 
-    def awaits(self, at: Position, bucket: int) -> Exchange | None:
-        """Return the exchange that a part is for, None if none is open."""
-        posted = self.posted.get(at, {}).get(bucket)
-        return posted.exchange if posted is not None and posted.receives else None
+    def find(self, at: Position, bucket: int) -> Exchange | None:
+        """Return a posted exchange that is not over."""
+        return self.posted.get(at, {}).get(bucket)
 
     def advance(self, at: Position) -> None:
         """The peer says READY to no round before `at` any more."""
         self.latest = max(self.latest, at)
-        for earlier in [position for position in self.posted if position < at]:
-            for bucket in [b for b, p in self.posted[earlier].items() if not p.is_agreed]:
-                self._end(self._remove(earlier, bucket), Outcome.VOID)
+        for exchange in self.all_posted():
+            if exchange.at < at and not exchange.is_agreed:
+                self._end(exchange, Outcome.VOID)
 
     def take_back(self, at: Position, bucket: int) -> None:
         """The peer has taken its READY back, and sends no part."""
         self.awaited.discard((at, bucket))
-        if bucket in self.posted.get(at, ()):
-            self._end(self._remove(at, bucket), Outcome.VOID)
+        if (exchange := self.find(at, bucket)) is not None:
+            self._end(exchange, Outcome.VOID)
 
     def cancel(self, exchange: Exchange) -> bool:
         """End an open exchange; return whether to take READY back.
 
         If both ends are agreed, the peer counts the exchange nevertheless: its part is dropped.
         """
-        at, bucket = exchange.at, exchange.bucket
-        self.prune(before=at.next)
-        if not self.posted[at][bucket].is_agreed:
-            self._end(self._remove(at, bucket), Outcome.VOID)
+        self.prune(before=exchange.at.next)
+        if not exchange.is_agreed:
+            self._end(exchange, Outcome.VOID)
             return True
-        posted = self.posted[at][bucket]
-        posted.receives = False
-        if not posted.sends:
-            self._remove(at, bucket)
+        exchange.receives = False
+        if not exchange.sends:
+            self._remove(exchange)
         exchange.finish(Outcome.VOID)
         return False
 
     def end(self) -> None:
         """End all exchanges: the peer is gone."""
-        for at in [*self.posted]:
-            for posted in self.posted.pop(at).values():
-                self._end(posted, Outcome.DEAD_PEER)
+        for exchange in self.all_posted():
+            self._end(exchange, Outcome.DEAD_PEER)
         self.awaited.clear()
 
     def prune(self, before: Position) -> None:
         """This rank says READY to no round before `before` any more."""
         if before > self.past:
             self.past = before
-            self.awaited = {key for key in self.awaited if key[0] >= before}
+            if self.awaited:
+                self.awaited = {key for key in self.awaited if key[0] >= before}
 
-    def all_posted(self) -> list[Posted]:
-        """Everything that is not over."""
-        return [posted for buckets in self.posted.values() for posted in buckets.values()]
+    def all_posted(self) -> list[Exchange]:
+        """Return everything that is not over."""
+        return [each for buckets in self.posted.values() for each in buckets.values()]
 
     def _is_full(self, at: Position, window: int) -> bool:
         """Whether a further round is one too many; those of earlier eras do not count."""
-        if at in self.posted:
-            return False
-        rounds = [other for other in self.posted if other.era == at.era]
-        return sum(any(p.receives for p in self.posted[r].values()) for r in rounds) >= window
+        rounds = {each.at for each in self.all_posted() if each.receives and each.at.era == at.era}
+        return at not in self.posted and len(rounds) >= window
 
-    def _end(self, posted: Posted, outcome: Outcome) -> None:
-        if posted.sends:
-            assert posted.exchange.payload is not None
-            self.kept_bytes += posted.exchange.payload.nbytes
-        _end(posted, outcome)
+    def _end(self, exchange: Exchange, outcome: Outcome) -> None:
+        if exchange.sends:
+            assert exchange.payload is not None
+            self.kept_bytes += exchange.payload.nbytes
+        self._remove(exchange)
+        exchange.end(outcome)
 
-    def _remove(self, at: Position, bucket: int) -> Posted:
-        posted = self.posted[at].pop(bucket)
-        if not self.posted[at]:
-            del self.posted[at]
-        return posted
-
-
-def _end(posted: Posted, outcome: Outcome) -> None:
-    if posted.sends:
-        posted.exchange.keep()
-    if posted.receives and posted.exchange.open:
-        posted.exchange.finish(outcome)
+    def _remove(self, exchange: Exchange) -> None:
+        del self.posted[exchange.at][exchange.bucket]
+        if not self.posted[exchange.at]:
+            del self.posted[exchange.at]

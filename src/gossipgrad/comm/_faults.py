@@ -3,13 +3,13 @@
 import re
 import threading
 import time
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind
 from gossipgrad.errors import GossipError
 
@@ -111,6 +111,15 @@ class Faults:
         return faults
 
 
+class _Delayed(NamedTuple):
+    """A message that leaves later, or behind another one."""
+
+    due_seconds: float
+    header: bytes
+    payload: Tensor | None
+    ticket: Ticket
+
+
 class FaultyTransport:
     """A wrapper around a transport that applies `Faults` to the messages this rank sends.
 
@@ -122,8 +131,9 @@ class FaultyTransport:
         self.world_size = inner.world_size
         self._inner = inner
         self._faults = faults
-        self._lock = threading.RLock()
-        self._outboxes: dict[int, Outbox] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._delayed: defaultdict[int, deque[_Delayed]] = defaultdict(deque)
+        self._thread: threading.Thread | None = None
         self._receiving = threading.Lock()
         self._dead = threading.Event()
 
@@ -135,15 +145,23 @@ class FaultyTransport:
         if not self._dead.is_set():
             self._inner.open(peer)
 
-    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+    def send(
+        self,
+        peer: int,
+        header: bytes,
+        payload: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
         """Send now, later or not at all, as the script says.
 
         Raises:
             ScriptedDeathError: If the script kills this rank now.
         """
+        ticket = ticket or Ticket()
         if self._dead.is_set():
-            return Sent()
-        what, ready = Header.unpack(header), None
+            ticket.done = True
+            return
+        what, due_seconds = Header.unpack(header), 0.0
         at = self.rank, what.round
         kill = self._faults.kills.get(self.rank, what.round + 1)
         if what.kind in (Kind.READY, Kind.DATA) and what.round >= kill:
@@ -152,17 +170,19 @@ class FaultyTransport:
         if what.kind is Kind.DATA:
             if at in self._faults.drops:  # TCP loses no part alone: so its receiver is notified
                 lost = replace(what, kind=Kind.WITHDRAW, dtype=None, size_bytes=0)
-                header, payload = lost.pack(), None
+                header, payload, ticket.done = lost.pack(), None, True
             elif at in self._faults.delays:
                 due_seconds = time.monotonic() + self._faults.delays[at]
-
-                def ready() -> None:
-                    self._dead.wait(max(0.0, due_seconds - time.monotonic()))
-
-        with self._lock:
-            if peer not in self._outboxes:
-                self._outboxes[peer] = Outbox(self._inner, peer, self._lock)
-            return self._outboxes[peer].send(header, payload, ready)
+        with self._changed:
+            if not due_seconds and not self._delayed[peer]:
+                self._inner.send(peer, header, payload, ticket)
+                return
+            self._delayed[peer].append(_Delayed(due_seconds, header, payload, ticket))
+            if self._thread is None:
+                name = "gossipgrad-faults"
+                self._thread = threading.Thread(target=self._send_delayed, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Return the received messages; none after this rank is dead."""
@@ -175,25 +195,39 @@ class FaultyTransport:
     def forget(self, peer: int) -> None:
         """Drops the link to a rank that is gone."""
         if not self._dead.is_set():
-            with self._lock:
-                if peer in self._outboxes:
-                    self._outboxes.pop(peer).end()
+            with self._changed:
+                for each in self._delayed.pop(peer, ()):
+                    each.ticket.done = True
             self._inner.forget(peer)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close; delayed messages are sent first if there is time, otherwise lost."""
         if not self._dead.is_set():
-            deadline = time.monotonic() + linger_seconds
-            with self._lock:
-                for outbox in self._outboxes.values():
-                    outbox.drain(deadline - time.monotonic())
+            if self._thread is not threading.current_thread():
+                with self._changed:
+                    self._changed.wait_for(lambda: not any(self._delayed.values()), linger_seconds)
             self._end(linger_seconds)
 
+    def _send_delayed(self) -> None:
+        with self._changed:
+            while not self._dead.is_set():
+                first = [
+                    (queue[0].due_seconds, peer) for peer, queue in self._delayed.items() if queue
+                ]
+                due_seconds, peer = min(first, default=(None, -1))
+                wait = None if due_seconds is None else due_seconds - time.monotonic()
+                if wait is None or wait > 0:
+                    self._changed.wait(wait)
+                    continue
+                each = self._delayed[peer].popleft()
+                self._inner.send(peer, each.header, each.payload, each.ticket)
+                self._changed.notify_all()
+
     def _end(self, linger_seconds: float) -> None:
-        with self._lock:
+        with self._changed:
             self._dead.set()
-            for outbox in self._outboxes.values():
-                outbox.end()
-                outbox.drain(0.0)
+            for each in (each for queue in self._delayed.values() for each in queue):
+                each.ticket.done = True
+            self._changed.notify_all()
         with self._receiving:
             self._inner.close(linger_seconds)

@@ -6,7 +6,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._transport import Lost, Received, Sent, Ticket
+from gossipgrad.comm._transport import Lost, Received, Ticket
 
 __all__ = ["Hub", "InProcessTransport"]
 
@@ -36,10 +36,15 @@ class Hub:
         """Empty a rank's box; wait for the first message at most `timeout_seconds`."""
         with self._lock:
             if not self._boxes[rank] and timeout_seconds > 0:
-                self._filled[rank].wait_for(lambda: bool(self._boxes[rank]), timeout_seconds)
+                self._filled[rank].wait(timeout_seconds)
             events = list(self._boxes[rank])
             self._boxes[rank].clear()
             return events
+
+    def wake(self, rank: int) -> None:
+        """Let a rank's `get` return early."""
+        with self._lock:
+            self._filled[rank].notify_all()
 
     def remove(self, rank: int) -> None:
         """Mark a rank as gone and notify all others, once."""
@@ -69,17 +74,28 @@ class InProcessTransport:
     def open(self, peer: int) -> None:
         """Does nothing: all links of a hub are open."""
 
-    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+    def send(
+        self,
+        peer: int,
+        header: bytes,
+        payload: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
         """Copies the payload into the peer's box."""
         body = (
             None if payload is None else payload.contiguous().view(torch.uint8).to("cpu", copy=True)
         )
         self._hub.put(self.rank, peer, Received(header, body))
-        return Sent()
+        if ticket is not None:
+            ticket.done = True
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Empties this rank's box."""
         return self._hub.get(self.rank, timeout_seconds)
+
+    def wake(self) -> None:
+        """Let `receive` return early."""
+        self._hub.wake(self.rank)
 
     def forget(self, peer: int) -> None:
         """Does nothing: a rank that is gone has no box."""

@@ -60,7 +60,7 @@ class _Copy:
 
     def take(
         self, tensors: Sequence[Tensor | None], stream: "torch.cuda.Stream | None"
-    ) -> tuple[Tensor, Callable[[], None] | None]:
+    ) -> tuple[Tensor, Callable[[], bool] | None]:
         """See `Snapshot.take`."""
         flat, pairs = self.flat, list(zip(self._views, tensors, strict=True))
         if missing := [view for view, tensor in pairs if tensor is None]:
@@ -75,7 +75,7 @@ class _Copy:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(flat, non_blocking=True)
-            return self._host, stream.record_event().synchronize
+            return self._host, stream.record_event().query
 
 
 class Snapshot:
@@ -91,14 +91,15 @@ class Snapshot:
     @torch.no_grad()
     def take(
         self, bucket: int, tensors: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Callable[[], None] | None]:
+    ) -> tuple[Tensor, Callable[[], bool] | None]:
         """Copy a bucket's tensors, casting to the wire type; None counts as zeros.
 
         Values beyond fp16's range become its largest value: both ends subtract the values they
         sent, so this only slows the averaging and creates no infinity.
 
         Returns:
-            The values to send, in host memory, and a function to wait for before sending.
+            The values to send, in host memory, and a function that returns whether they are there
+            already; None if they are.
         """
         return self._pool.borrow(self, bucket).take(tensors, self._pool.stream)
 

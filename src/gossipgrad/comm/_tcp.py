@@ -33,7 +33,7 @@ from gossipgrad.comm._tcp_connection import (
     StrangerError,
     view_of,
 )
-from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Ticket, Transport
 from gossipgrad.errors import AgreementError, GossipError
 
 __all__ = ["TCPTransport", "resolve_transport"]
@@ -146,14 +146,17 @@ class _Links:
             self._look_at(link)
         return link
 
-    def send(self, peer: int, header: bytes, body: memoryview | None) -> Ticket:
+    def send(
+        self, peer: int, header: bytes, body: memoryview | None, ticket: Ticket | None
+    ) -> None:
         """Queue a message; a small one leaves at once where none waits before it."""
         with self.filled:
             link = self.link(peer)
-            if link.is_lost:
-                return Sent()
             is_first = not link.outgoing and not link.is_writing
-            ticket = link.outgoing.put(header, body)
+            link.outgoing.put(header, body, ticket)
+            if link.is_lost:
+                link.outgoing.drop()
+                return
             small = body is None or body.nbytes < _DIRECT_BYTES
             connection = link.connection
             if is_first and small and connection is not None and connection.is_up:
@@ -161,7 +164,6 @@ class _Links:
                     link.outgoing.remove(connection.write(link.outgoing.first()))
             if link.outgoing and connection is not None and not connection.writes:
                 self._look_at(link)
-            return ticket
 
     def forget(self, peer: int) -> None:
         """Drop the link to a rank."""
@@ -606,7 +608,13 @@ class TCPTransport:
             if self._can_reach(peer):
                 self._links.link(peer)
 
-    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+    def send(
+        self,
+        peer: int,
+        header: bytes,
+        payload: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
         """Queue a message; `payload` is read until the ticket is done."""
         body = None if payload is None or payload.numel() == 0 else view_of(payload)
         if body is not None and body.nbytes > self.max_payload_bytes:
@@ -616,16 +624,24 @@ class TCPTransport:
             )
         assert len(header) <= MOST_HEADER_BYTES, len(header)
         with self._links.filled:
-            return self._links.send(peer, header, body) if self._can_reach(peer) else Sent()
+            if self._can_reach(peer):
+                self._links.send(peer, header, body, ticket)
+            elif ticket is not None:
+                ticket.done = True
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Return received messages, and ranks that were lost."""
         links = self._links
         with links.filled:
-            if not links.events and timeout_seconds > 0:
-                links.filled.wait_for(lambda: links.events, timeout_seconds)
+            if not links.events and not links.is_closed and timeout_seconds > 0:
+                links.filled.wait(timeout_seconds)
             events, links.events = links.events, []
             return [] if links.is_closed else events
+
+    def wake(self) -> None:
+        """Let `receive` return early."""
+        with self._links.filled:
+            self._links.filled.notify_all()
 
     def forget(self, peer: int) -> None:
         """Close the link to `peer` and drop its queued messages."""

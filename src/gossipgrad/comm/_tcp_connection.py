@@ -15,7 +15,6 @@ import hmac
 import os
 import socket
 import struct
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.comm._access import Access
-from gossipgrad.comm._transport import Received, Sent, Ticket
+from gossipgrad.comm._transport import Received, Ticket
 
 __all__ = ["MOST_HEADER_BYTES", "Connection", "NotNowError", "Outgoing", "StrangerError", "view_of"]
 
@@ -50,43 +49,26 @@ class NotNowError(ConnectionError):
     """The other end is a rank of this run that does not take this connection now."""
 
 
-class _Leaving:
-    """A ticket of a message that waits in a queue."""
-
-    def __init__(self) -> None:
-        self._sent = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        return self._sent.is_set()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        return self._sent.wait(timeout_seconds)
-
-    def finish(self) -> None:
-        self._sent.set()
-
-
 class Outgoing:
     """The messages to one rank that have not left; the caller holds a lock."""
 
     def __init__(self) -> None:
-        self._views: deque[tuple[memoryview, _Leaving | None]] = deque()
+        self._views: deque[tuple[memoryview, Ticket | None]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._views)
 
-    def put(self, header: bytes, body: memoryview | None) -> Ticket:
+    def put(self, header: bytes, body: memoryview | None, ticket: Ticket | None) -> None:
         """Queue a message; only a large body is not copied."""
         size_bytes = 0 if body is None else body.nbytes
         head = _SIZES.pack(len(header), size_bytes) + header
         if body is None or size_bytes < _COPY_BELOW_BYTES:
             self._views.append((memoryview(head + (b"" if body is None else bytes(body))), None))
-            return Sent()
-        ticket = _Leaving()
-        self._views.append((memoryview(head), None))
-        self._views.append((body, ticket))
-        return ticket
+            if ticket is not None:
+                ticket.done = True
+        else:
+            self._views.append((memoryview(head), None))
+            self._views.append((body, ticket))
 
     def put_probe(self) -> None:
         """Queue an empty message, which the receiver drops."""
@@ -106,13 +88,13 @@ class Outgoing:
             sent_bytes -= view.nbytes
             self._views.popleft()
             if ticket is not None:
-                ticket.finish()
+                ticket.done = True
 
     def drop(self) -> None:
         """Drop everything: nobody would receive it."""
         for _, ticket in self._views:
             if ticket is not None:
-                ticket.finish()
+                ticket.done = True
         self._views.clear()
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Joinable", "Lost", "Received", "Recorder", "Sent", "Ticket", "Transport", "is_joinable"]
+__all__ = ["Joinable", "Lost", "Received", "Recorder", "Ticket", "Transport", "is_joinable"]
 
 
 @runtime_checkable
@@ -23,29 +23,21 @@ class Recorder(Protocol):
         ...
 
 
-@runtime_checkable
-class Ticket(Protocol):
-    """Reports when a payload was sent, so that its memory may be written again."""
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """Tells when a payload's memory may be written again.
 
-    @property
-    def done(self) -> bool:
-        """Whether the transport has released the payload's memory."""
-        ...
+    Attributes:
+        done: Whether nothing reads it any more: it was sent, or will not be.
+        is_kept: Whether it will not be sent.
+    """
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until it is done, with a timeout; return whether it is. From any thread."""
-        ...
+    done: bool = False
+    is_kept: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A ticket that is done from the start: the bytes were copied, or nothing was sent."""
-
-    done: bool = True
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """It is done."""
-        return True
+    def keep(self) -> None:
+        """The payload will not be sent."""
+        self.done = self.is_kept = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +77,25 @@ class Transport(Protocol):
         """Open the link to `peer` and watch it; idempotent."""
         ...
 
-    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
-        """Queue a message and return immediately; `payload` is contiguous, in host memory."""
+    def send(
+        self,
+        peer: int,
+        header: bytes,
+        payload: Tensor | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
+        """Queue a message and return immediately; `payload` is contiguous, in host memory.
+
+        `ticket` is done when the payload is not read any more, also if the peer is gone.
+        """
         ...
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Return received messages in order; wait for the first at most `timeout_seconds`."""
+        ...
+
+    def wake(self) -> None:
+        """Let `receive` return early; from any thread."""
         ...
 
     def forget(self, peer: int) -> None:

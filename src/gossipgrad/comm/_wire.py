@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["DTYPES", "FLOATING", "Header", "Kind", "Part", "WireError"]
 
 _MAGIC = b"gossip"
-_VERSION = 6
+_VERSION = 7
 _FIXED = struct.Struct("!6sBBB16sIIIqIQ")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -28,12 +28,11 @@ class Kind(enum.IntEnum):
     VOID = 2  # the sender has voided `round`, and sends no part of it
     FENCE = 3  # the sender is at `round` of this epoch, and sends no further part of earlier ones
     LEAVE = 4  # the sender leaves
-    PART = 5  # the sender has lost its link to the receiver, and no longer receives from it
-    READY = 6  # the sender has posted `bucket` of `round`: the receiver may send its part
-    WITHDRAW = 7  # the sender takes that back, and sends no part itself
-    MAIL = 8  # version `round` of the tensor with key `bucket`, for the mailbox
-    SILENT = 9  # the sender has waited in vain for rank `bucket`
-    STATE = 10  # a piece of a replica of `round` bytes, for a joiner
+    READY = 5  # the sender has posted `bucket` of `round`: the receiver may send its part
+    WITHDRAW = 6  # the sender takes that back, and sends no part itself
+    MAIL = 7  # version `round` of the tensor with key `bucket`, for the mailbox
+    SILENT = 8  # the sender has waited in vain for rank `bucket`
+    STATE = 9  # a piece of a replica of `round` bytes, for a joiner
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from gossipgrad.engine._tensors import Entry
 
 __all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable", "SlicedBucket", "memory_of"]
 
-Sendable = tuple[Tensor, Callable[[], None] | None]
-"""A tensor to send, and a function that returns when it is filled; None if it is already."""
+Sendable = tuple[Tensor, Callable[[], bool] | None]
+"""A tensor to send, and a function that returns whether it is filled; None if it is."""
 
 _SMALL_NUMEL = 1 << 16  # a smaller delta is measured whole
 _SHARES = 8  # of a large one, of which a round measures one

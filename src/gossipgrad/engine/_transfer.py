@@ -79,7 +79,7 @@ class Transfer:
         """Send a bucket, after copying it into the snapshot if that was not done."""
         if bucket not in self._filled:
             self.fill(bucket)
-        payload, filled = self._filled.pop(bucket)
+        payload, is_filled = self._filled.pop(bucket)
         is_on_host = self.flow.device.type == "cpu"
         if is_on_host and self.peers.recv_from is not None:
             self._into[bucket] = self.flow.pool.lend(bucket)
@@ -90,7 +90,7 @@ class Transfer:
             send_to=self.peers.send_to,
             recv_from=self.peers.recv_from,
             into=self._into.get(bucket),
-            ready=filled,
+            is_filled=is_filled,
             on_arrival=self.on_arrival if is_on_host else partial(self._stage, bucket),
         )
         self.snapshot.hold(bucket, exchange.ticket)
@@ -153,8 +153,8 @@ class Transfer:
             "round": self.round,
             "generation": self.generation,
             "bucket": exchange.bucket,
-            "send_to": exchange.send_to,
-            "recv_from": exchange.recv_from,
+            "send_to": self.peers.send_to,
+            "recv_from": self.peers.recv_from,
             "bytes": self.flow.parts[bucket].size_bytes,
             "outcome": exchange.outcome.value,
         }

@@ -55,8 +55,8 @@ class Waits:
         while outcome is Outcome.LATE and (left := self._left_seconds(exchange)) > 0:
             outcome = self._channel.take(exchange, left)
         if outcome is Outcome.LATE and exchange.agreed_seconds is None:
-            assert exchange.recv_from is not None
-            self._channel.report_silent(exchange.recv_from)
+            assert exchange.peer is not None
+            self._channel.report_silent(exchange.peer)
         if outcome is Outcome.DELIVERED and exchange.agreed_seconds is not None:
             assert exchange.finished_seconds is not None
             self._durations.append(exchange.finished_seconds - exchange.agreed_seconds)
@@ -66,7 +66,7 @@ class Waits:
         now = time.perf_counter()
         if exchange.agreed_seconds is not None:
             return exchange.agreed_seconds + self.transfer_seconds - now
-        if exchange.recv_from in self._channel.silent:
+        if exchange.peer in self._channel.silent:
             return -math.inf
         assert self._since_seconds is not None
         return self._since_seconds + self._patience_seconds - now
