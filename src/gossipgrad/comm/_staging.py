@@ -2,7 +2,6 @@
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +25,7 @@ class _Copy:
     Attributes:
         flat: The copy on the tensors' device.
         holder: The snapshot that it belongs to, None for none.
+        tickets: Of the transports that read it.
     """
 
     def __init__(self, plan: BucketPlan, bucket: int, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class _Copy:
         self._host: Tensor | None = None
         if device.type == "cuda":
             self._host = torch.empty_like(self.flat, device="cpu").pin_memory()
-        self._tickets: deque[Ticket] = deque()
+        self.tickets: list[Ticket] = []
         self.holder: Snapshot | None = None
 
     @property
@@ -49,14 +49,9 @@ class _Copy:
     @property
     def is_free(self) -> bool:
         """Whether no snapshot holds it, and no transport reads it any more."""
-        while self._tickets and self._tickets[0].done:
-            self._tickets.popleft()
-        return self.holder is None and not self._tickets
-
-    def hold(self, ticket: Ticket) -> None:
-        """Keep it from being overwritten before `ticket` is done."""
-        if not ticket.done:
-            self._tickets.append(ticket)
+        while self.tickets and self.tickets[0].done:
+            self.tickets.pop(0)
+        return self.holder is None and not self.tickets
 
     def take(
         self, tensors: Sequence[Tensor | None], stream: "torch.cuda.Stream | None"
@@ -84,9 +79,18 @@ class Snapshot:
     def __init__(self, pool: "SnapshotPool") -> None:
         self._pool = pool
 
+    def _held(self, bucket: int) -> _Copy | None:
+        # A copy's holder is the only mark of its owner, so an interrupt loses none.
+        for copy in self._pool.copies[bucket]:
+            if copy.holder is self:
+                return copy
+        return None
+
     def flat(self, bucket: int) -> Tensor:
         """Return the copy of a bucket: flat, of the wire type, on the tensors' device."""
-        return self._pool.held(self, bucket).flat
+        copy = self._held(bucket)
+        assert copy is not None, f"bucket {bucket} is not held"
+        return copy.flat
 
     @torch.no_grad()
     def take(
@@ -101,19 +105,25 @@ class Snapshot:
             The values to send, in host memory, and a function that returns whether they are there
             already; None if they are.
         """
-        return self._pool.borrow(self, bucket).take(tensors, self._pool.stream)
+        copy = self._held(bucket) or self._pool.free_copy(bucket)
+        copy.holder = self
+        return copy.take(tensors, self._pool.stream)
 
     def hold(self, bucket: int, ticket: Ticket) -> None:
         """Keep a bucket from being overwritten before `ticket` is done."""
-        self._pool.held(self, bucket).hold(ticket)
+        if (copy := self._held(bucket)) is not None:
+            copy.tickets.append(ticket)
 
     def drop(self, bucket: int) -> None:
         """Return a bucket's copy, which is not read any more; another snapshot may use it."""
-        self._pool.drop(self, bucket)
+        if (copy := self._held(bucket)) is not None:
+            copy.holder = None
 
     def release(self) -> None:
         """Return the snapshot and all its copies to the pool."""
-        self._pool.release(self)
+        for bucket in range(len(self._pool.copies)):
+            self.drop(bucket)
+        self._pool.taken.discard(self)
 
 
 class SnapshotPool:
@@ -121,21 +131,26 @@ class SnapshotPool:
 
     A step that mixes a bucket and then copies it for the next round needs one copy of each: the
     next snapshot gets the memory of the one before it, bucket by bucket.
+
+    Attributes:
+        copies: The copies of each bucket that were made so far.
+        taken: The snapshots in use.
+        stream: Copies to host memory; None but for CUDA.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device, limit: int) -> None:
         self._plan, self._parts = plan, plan.parts
         self._device = device
         self._limit = limit
-        self._taken: set[Snapshot] = set()
-        self._copies: list[list[_Copy]] = [[] for _ in plan.buckets]
+        self.taken: set[Snapshot] = set()
+        self.copies: list[list[_Copy]] = [[] for _ in plan.buckets]
         self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def size_bytes(self) -> int:
         """Memory of all copies made so far."""
-        return sum(copy.size_bytes for copies in self._copies for copy in copies)
+        return sum(copy.size_bytes for copies in self.copies for copy in copies)
 
     @property
     def spare_bytes(self) -> int:
@@ -158,46 +173,26 @@ class SnapshotPool:
             timeout_seconds: How long to wait for a transport to release it.
         """
         deadline = time.perf_counter() + timeout_seconds
-        while len(self._taken) < self._limit:
-            if all(self._has_one(bucket) for bucket in range(len(self._copies))):
+        while len(self.taken) < self._limit:
+            for copies in self.copies:
+                if len(copies) >= self._limit and not any(copy.is_free for copy in copies):
+                    break
+            else:
                 snapshot = Snapshot(self)
-                self._taken.add(snapshot)
+                self.taken.add(snapshot)
                 return snapshot
             if time.perf_counter() > deadline:
                 break
             wait()
         return None
 
-    def _has_one(self, bucket: int) -> bool:
-        copies = self._copies[bucket]
-        return len(copies) < self._limit or any(copy.is_free for copy in copies)
-
-    def held(self, snapshot: Snapshot, bucket: int) -> _Copy:
-        """Return the copy of a bucket that a snapshot holds."""
-        return next(copy for copy in self._copies[bucket] if copy.holder is snapshot)
-
-    def borrow(self, snapshot: Snapshot, bucket: int) -> _Copy:
-        """Let a snapshot hold a copy of a bucket: its own, a free one or a new one."""
-        copies = self._copies[bucket]
-        own = (copy for copy in copies if copy.holder is snapshot)
-        copy = next(own, None) or next((copy for copy in copies if copy.is_free), None)
-        if copy is None:
-            copy = _Copy(self._plan, bucket, self._device)
-            copies.append(copy)
-        copy.holder = snapshot  # the only mark of its owner, so an interrupt loses no copy
-        return copy
-
-    def drop(self, snapshot: Snapshot, bucket: int) -> None:
-        """Free a snapshot's copy of a bucket; it is reused after its tickets are done."""
-        for copy in self._copies[bucket]:
-            if copy.holder is snapshot:
-                copy.holder = None
-
-    def release(self, snapshot: Snapshot) -> None:
-        """Take a snapshot back, with all its copies."""
-        for bucket in range(len(self._copies)):
-            self.drop(snapshot, bucket)
-        self._taken.discard(snapshot)
+    def free_copy(self, bucket: int) -> _Copy:
+        """Return a copy of a bucket that nothing reads, a new one if there is none."""
+        for copy in self.copies[bucket]:
+            if copy.is_free:
+                return copy
+        self.copies[bucket].append(_Copy(self._plan, bucket, self._device))
+        return self.copies[bucket][-1]
 
     def lend(self, bucket: int) -> Tensor:
         """Return memory in which a part of a bucket may be received; in host memory."""
