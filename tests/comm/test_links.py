@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from gossipgrad.comm import Channel, Header, Kind, Outcome, Part, TCPTransport, Ticket
+from gossipgrad.comm._shared_memory import Arena, Reader, offer
 from gossipgrad.errors import GossipError
-from support.links import RUN, both, cut, make_transports, ours, post, until_none_but
+from support.links import RUN, both, cut, make_transports, ours, post, reads_memory, until_none_but
 from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS, NEVER_SECONDS, until
 
@@ -185,3 +186,39 @@ def test_close_of_both_ends_waits_for_nobody_and_leaves_no_thread(name):
     for channel in channels:
         channel.close(NEVER_SECONDS)
     until_none_but(before)
+
+
+def test_a_part_in_shared_memory_passes_no_socket_and_is_released_when_it_is_read():
+    size = 1 << 20
+    ends = make_transports("tcp", 2)
+    channels = [Channel(end, run=RUN, plan=[Part(torch.float32, size)], window=2) for end in ends]
+    a, b = channels
+    a.watch(1)
+    until(lambda: reads_memory(ends[0], 1))
+    arena, ticket, seen = Arena([4 * size]), Ticket(), []
+    part = arena.empty(size, torch.float32).fill_(7)
+
+    def read(exchange):
+        seen.append((ticket.done, exchange.received.eq(7).all().item()))
+        exchange.release_part()
+
+    mine = a.post(1, 0, part, send_to=1, recv_from=1, ticket=ticket)
+    theirs = b.post(1, 0, torch.ones(size), send_to=0, recv_from=0, on_arrival=read)
+    assert (a.take(mine, HANG_SECONDS), b.take(theirs, HANG_SECONDS)) == (D, D)
+    assert mine.received.eq(1).all()
+    until(lambda: ticket.done)
+    assert seen == [(False, True)]
+    for channel in channels:
+        channel.close()
+
+
+def test_memory_that_cannot_be_read_passes_the_socket():
+    arena = Arena([1 << 18])
+    part = arena.empty(1 << 16, torch.float32).fill_(7)
+    where = offer(part)
+    assert where is not None
+    assert Reader().read(where, part.nbytes).view(torch.float32).eq(part).all()
+    assert offer(part[1:]) is None
+    assert offer(torch.ones(1 << 16)) is None
+    with pytest.raises(OSError, match=r"memory|arena|No such|denied"):
+        Reader().read(bytes([0, 0, 0, 1]) + where[4:], part.nbytes)  # of process 1

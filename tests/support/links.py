@@ -11,7 +11,16 @@ from gossipgrad.comm import Channel, Exchange, Hub, Outcome, TCPTransport, Trans
 from support.ranks import run_ranks, where
 from support.waiting import HANG_SECONDS, until
 
-__all__ = ["RUN", "both", "cut", "make_transports", "ours", "post", "until_none_but"]
+__all__ = [
+    "RUN",
+    "both",
+    "cut",
+    "make_transports",
+    "ours",
+    "post",
+    "reads_memory",
+    "until_none_but",
+]
 
 RUN = bytes(range(16))
 
@@ -42,6 +51,11 @@ def cut(transport: TCPTransport, peer: int) -> None:
     """Ends the connection to a rank, as a network does; both ends see it."""
     until(lambda: peer in transport._links.links and transport._links.links[peer].is_up)
     transport._links.links[peer].connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def reads_memory(transport: TCPTransport, peer: int) -> bool:
+    """Whether a peer has shown that it can read this process's memory."""
+    return peer in transport._links.links and transport._links.links[peer].outgoing.shares
 
 
 def ours() -> list[threading.Thread]:

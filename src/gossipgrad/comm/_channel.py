@@ -139,7 +139,8 @@ class Channel:
         recv_from: int | None,
         into: Tensor | None = None,
         is_filled: Callable[[], bool] | None = None,
-        on_arrival: Callable[[], None] | None = None,
+        on_arrival: Callable[[Exchange], None] | None = None,
+        ticket: Ticket | None = None,
     ) -> Exchange:
         """Say READY for a bucket; return immediately. The parts move when the partner is ready.
 
@@ -157,7 +158,10 @@ class Channel:
                 write it after `cancel`. None: a tensor of its own.
             is_filled: Returns whether `payload` is filled (by a copy from an accelerator, say); the
                 part leaves when it is, in the order of posting on each link. None: it is.
-            on_arrival: Called in a background thread when the partner's part has arrived.
+            on_arrival: Called in a background thread when the partner's part has arrived; it reads
+                a part that is the partner's memory (`exchange.release`). None: that is copied. It
+                may be called before this returns.
+            ticket: That of the payload, which is then known before this returns.
 
         Returns:
             The exchange with `recv_from`; with `send_to`, delivered, if that is None.
@@ -171,7 +175,7 @@ class Channel:
         with self._lock:
             self._check()
             self._follow_epoch(round)
-            at, ticket = self._at(round), Ticket()
+            at, ticket = self._at(round), ticket or Ticket()
             receiving = Exchange(at, bucket, recv_from, recv_from is not None, ticket, into=into)
             receiving.on_arrival = on_arrival
             sending = receiving
@@ -300,7 +304,9 @@ class Channel:
                 self._changed.notify_all()
         for exchange in arrived:
             if exchange.on_arrival is not None:
-                exchange.on_arrival()
+                exchange.on_arrival(exchange)
+            else:
+                exchange.own()
 
     def cancel(self, exchange: Exchange) -> None:
         """End an open exchange as void, on both ends if the partner has not said READY.
@@ -562,6 +568,8 @@ class Channel:
             payload = self.plan[header.bucket].read(header, payload)
         elif payload is not None and header.kind not in (Kind.MAIL, Kind.STATE):
             raise WireError(f"a {header.kind.name} message carries no payload")
+        elif payload is not None and arrival.release is not None:
+            payload = payload.clone()
         return header, payload
 
     def _memory_for(self, header_bytes: bytes, size_bytes: int) -> Tensor | None:
@@ -583,18 +591,22 @@ class Channel:
 
     def _accept(self, arrival: Received) -> list[Exchange]:
         """Handle a message; return the exchange whose part it was, if any."""
+        exchange = None
         try:
             header, payload = self._read(arrival)
             if header.generation > self.generation:
                 self._liveness.report_generation(header.generation)
-            exchange = self._handle(header, payload)
-            return [] if exchange is None else [exchange]
+            exchange = self._handle(header, payload, arrival.release)
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
-            return []
+        if exchange is None and arrival.release is not None:
+            arrival.release()
+        return [] if exchange is None else [exchange]
 
-    def _handle(self, header: Header, payload: Tensor | None) -> Exchange | None:
+    def _handle(
+        self, header: Header, payload: Tensor | None, release: Callable[[], None] | None
+    ) -> Exchange | None:
         """Handle a message of this run; return the exchange whose part it was, if any.
 
         Raises:
@@ -626,7 +638,7 @@ class Channel:
         elif kind is Kind.DATA:
             assert payload is not None
             self.bytes_received += header.size_bytes
-            return ledger.deliver(at, header.bucket, payload)
+            return ledger.deliver(at, header.bucket, payload, release)
         else:
             ledger.advance(at.next if kind is Kind.VOID else at)
             if at >= self._at(0):  # in an earlier era the sender may be a lost rank

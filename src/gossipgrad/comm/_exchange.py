@@ -99,6 +99,8 @@ class Exchange:
         is_agreed: Whether the peer has said READY, too.
         outcome: How it ended; `LATE` while it is open.
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
+        release: Not None if `received` is the partner's memory, which must not be written: to be
+            called when it is read.
         posted_seconds: When it was posted (`time.perf_counter`).
         agreed_seconds: When both ends were ready; None before that.
         finished_seconds: When it ended, None while it is open.
@@ -113,10 +115,11 @@ class Exchange:
     payload: Tensor | None = None
     into: Tensor | None = None
     is_filled: Callable[[], bool] | None = None
-    on_arrival: Callable[[], None] | None = None
+    on_arrival: "Callable[[Exchange], None] | None" = None
     is_agreed: bool = False
     outcome: Outcome = Outcome.LATE
     received: Tensor | None = None
+    release: Callable[[], None] | None = None
     posted_seconds: float = field(default_factory=time.perf_counter)
     agreed_seconds: float | None = None
     finished_seconds: float | None = None
@@ -132,6 +135,18 @@ class Exchange:
         self.received = received
         self.finished_seconds = time.perf_counter()
         self.outcome = outcome  # last: other threads read it without a lock
+
+    def own(self) -> None:
+        """Copy a received part that is the partner's memory."""
+        if self.release is not None and self.received is not None:
+            self.received = self.received.clone()
+            self.release_part()
+
+    def release_part(self) -> None:
+        """Let the partner write its memory again, once; from any thread."""
+        release, self.release = self.release, None
+        if release is not None:
+            release()
 
     def end(self, outcome: Outcome) -> None:
         """End it without the peer's part, and keep this rank's part if it has not left."""
@@ -205,7 +220,13 @@ class Ledger:
             self._remove(exchange)
         return payload
 
-    def deliver(self, at: Position, bucket: int, values: Tensor) -> Exchange | None:
+    def deliver(
+        self,
+        at: Position,
+        bucket: int,
+        values: Tensor,
+        release: Callable[[], None] | None = None,
+    ) -> Exchange | None:
         """The peer's part has arrived; return its exchange if that was open.
 
         Parts arrive in the order of their rounds: one that is missing was lost with a link that was
@@ -220,6 +241,7 @@ class Ledger:
         exchange.receives = False
         if not exchange.sends:
             self._remove(exchange)
+        exchange.release = release
         exchange.finish(Outcome.DELIVERED, values)
         return exchange
 

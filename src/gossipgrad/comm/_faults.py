@@ -192,6 +192,10 @@ class FaultyTransport:
         time.sleep(timeout_seconds)  # as long as a link on which nothing comes
         return []
 
+    def wake(self) -> None:
+        """Let `receive` return early."""
+        self._inner.wake()
+
     def forget(self, peer: int) -> None:
         """Drops the link to a rank that is gone."""
         if not self._dead.is_set():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.comm._buckets import BucketPlan
+from gossipgrad.comm._shared_memory import Arena
 from gossipgrad.comm._transport import Ticket
 
 __all__ = ["Snapshot", "SnapshotPool", "stage"]
@@ -28,10 +29,10 @@ class _Copy:
         tickets: Of the transports that read it.
     """
 
-    def __init__(self, plan: BucketPlan, bucket: int, device: torch.device) -> None:
-        part, self._layout = plan.parts[bucket], plan.buckets[bucket]
+    def __init__(self, plan: BucketPlan, bucket: int, device: torch.device, flat: Tensor) -> None:
+        self._layout = plan.buckets[bucket]
         specs = [plan.specs[index] for index in self._layout.indices]
-        self.flat = torch.empty(part.numel, dtype=part.dtype, device=device)
+        self.flat = flat
         pieces = self.flat.split([spec.numel for spec in specs])
         self._views = [piece.view(spec.shape) for piece, spec in zip(pieces, specs, strict=True)]
         self._device = device
@@ -145,6 +146,10 @@ class SnapshotPool:
         self.taken: set[Snapshot] = set()
         self.copies: list[list[_Copy]] = [[] for _ in plan.buckets]
         self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
+        self._wide: list[Tensor] = []  # memory for deltas that are wider than their parts
+        is_on_host = device.type == "cpu"
+        sizes_bytes = [part.size_bytes for part in plan.parts for _ in range(limit)]
+        self._arena = Arena(sizes_bytes) if is_on_host else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -155,7 +160,8 @@ class SnapshotPool:
     @property
     def spare_bytes(self) -> int:
         """Memory kept for parts that will be received."""
-        return sum(memory.nbytes for spare in [*self._spare.values()] for memory in [*spare])
+        spare = [memory for each in [*self._spare.values()] for memory in [*each]]
+        return sum(memory.nbytes for memory in [*spare, *self._wide])
 
     @property
     def limit_bytes(self) -> int:
@@ -191,7 +197,12 @@ class SnapshotPool:
         for copy in self.copies[bucket]:
             if copy.is_free:
                 return copy
-        self.copies[bucket].append(_Copy(self._plan, bucket, self._device))
+        numel, dtype = self._parts[bucket].numel, self._parts[bucket].dtype
+        if self._arena is not None:
+            flat = self._arena.empty(numel, dtype)
+        else:
+            flat = torch.empty(numel, dtype=dtype, device=self._device)
+        self.copies[bucket].append(_Copy(self._plan, bucket, self._device, flat))
         return self.copies[bucket][-1]
 
     def lend(self, bucket: int) -> Tensor:
@@ -202,6 +213,21 @@ class SnapshotPool:
     def keep(self, bucket: int, memory: Tensor) -> None:
         """Keep memory that nothing reads or writes any more for a later part."""
         self._spare.setdefault(bucket, []).append(memory)
+
+    def lend_wide(self, dtype: torch.dtype) -> Tensor:
+        """Return memory for the delta of any bucket, of a wider type; on the tensors' device.
+
+        New memory for each delta would cost as much time as the arithmetic.
+        """
+        for index, memory in enumerate(self._wide):
+            if memory.dtype == dtype:
+                return self._wide.pop(index)
+        largest = max(part.numel for part in self._parts)
+        return torch.empty(largest, dtype=dtype, device=self._device)
+
+    def keep_wide(self, memory: Tensor) -> None:
+        """Keep the result of `lend_wide` for a later delta."""
+        self._wide.append(memory)
 
 
 def stage(received: Tensor, device: torch.device) -> Callable[[], Tensor]:

@@ -19,18 +19,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossipgrad.comm._access import Access, check_same, meet_access
 from gossipgrad.comm._asked_store import Deadline
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._interface import BIND, address_of_interface, check_bound, interface_of
+from gossipgrad.comm._shared_memory import Arena, Reader, offer
 from gossipgrad.comm._tcp_connection import (
     MOST_HEADER_BYTES,
+    NUMBER,
     Connection,
+    Note,
     NotNowError,
     Outgoing,
     StrangerError,
+    is_local,
     view_of,
 )
 from gossipgrad.comm._transport import Lost, Received, Ticket, Transport
@@ -46,6 +51,7 @@ _LOOK_SECONDS = 1.0  # how often connections without a hello are looked at
 _WAITING = 512  # connections that the system keeps until this rank accepts them
 _DIRECT_BYTES = 1 << 14  # a smaller message leaves in the thread that sends it
 _END_SECONDS = 5.0
+_PROBE_BYTES = 1 << 16  # by which a process shows that it can read the memory of another
 _PING = b"gossipgrad ping"
 _PING_SECONDS, _PING_POLL_SECONDS = 10.0, 0.05
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
@@ -116,6 +122,8 @@ class _Links:
         self.filled = threading.Condition(threading.RLock())
         self.events: list[Received | Lost] = []
         self._where = where
+        self._arena, self._reader = Arena([_PROBE_BYTES]), Reader()
+        self._probe = offer(self._arena.empty(_PROBE_BYTES, torch.uint8))
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakes = socket.socketpair()
@@ -147,23 +155,40 @@ class _Links:
         return link
 
     def send(
-        self, peer: int, header: bytes, body: memoryview | None, ticket: Ticket | None
+        self,
+        peer: int,
+        header: bytes,
+        body: memoryview | None,
+        ticket: Ticket | None,
+        lies: bytes | None,
     ) -> None:
         """Queue a message; a small one leaves at once where none waits before it."""
         with self.filled:
             link = self.link(peer)
             is_first = not link.outgoing and not link.is_writing
-            link.outgoing.put(header, body, ticket)
+            link.outgoing.put(header, body, ticket, lies)
             if link.is_lost:
                 link.outgoing.drop()
                 return
-            small = body is None or body.nbytes < _DIRECT_BYTES
-            connection = link.connection
-            if is_first and small and connection is not None and connection.is_up:
-                with contextlib.suppress(OSError):  # the thread of the links sees it, too
-                    link.outgoing.remove(connection.write(link.outgoing.first()))
-            if link.outgoing and connection is not None and not connection.writes:
-                self._look_at(link)
+            is_small = body is None or body.nbytes < _DIRECT_BYTES or link.outgoing.shares
+            self._push(link, at_once=is_first and is_small)
+
+    def _push(self, link: _Link, *, at_once: bool) -> None:
+        """Let queued messages leave, `at_once` in this thread; holding `filled`."""
+        connection = link.connection
+        if at_once and connection is not None and connection.is_up:
+            with contextlib.suppress(OSError):  # the thread of the links sees it, too
+                link.outgoing.remove(connection.write(link.outgoing.first()))
+        if link.outgoing and connection is not None and not connection.writes:
+            self._look_at(link)
+
+    def _has_read(self, connection: Connection, number: bytes) -> None:
+        """Let the other end write a payload's memory again; from any thread."""
+        with self.filled:
+            if (link := self._link_of(connection)) is not None:
+                is_first = not link.outgoing and not link.is_writing
+                link.outgoing.put_note(Note.HAS_READ, number)
+                self._push(link, at_once=is_first)
 
     def forget(self, peer: int) -> None:
         """Drop the link to a rank."""
@@ -299,6 +324,8 @@ class _Links:
             most_bytes=self.most_bytes,
             admit=self._admit,
             memory=lambda header, size_bytes: self.memory(header, size_bytes),
+            reader=self._reader,
+            has_read=self._has_read,
         )
 
     def _add(self, connection: Connection, *, begins: bool) -> None:
@@ -351,13 +378,28 @@ class _Links:
             self._fail(connection, ConnectionError(repr(error)))
 
     def _report(self, connection: Connection) -> None:
-        if connection.arrived:
-            with self.filled:
-                link = self._link_of(connection)
-                if link is not None:
-                    self.events.extend(connection.arrived)
-                    self.filled.notify_all()
-            connection.arrived = []
+        if not connection.arrived and not connection.notes:
+            return
+        arrived, connection.arrived = connection.arrived, []
+        notes, connection.notes = connection.notes, []
+        with self.filled:
+            if (link := self._link_of(connection)) is None:
+                return
+            self.events.extend(arrived)
+            self.filled.notify_all()
+            for note, content in notes:
+                self._take_note(link, note, content)
+
+    def _take_note(self, link: _Link, note: Note, content: bytes) -> None:
+        if note is Note.CAN_YOU_READ:
+            with contextlib.suppress(OSError):  # then payloads pass the socket
+                self._reader.read(content, 1)
+                link.outgoing.put_note(Note.CAN_READ)
+                self._look_at(link)
+        elif note is Note.CAN_READ:
+            link.outgoing.shares = True
+        elif note is Note.HAS_READ:
+            link.outgoing.read(*NUMBER.unpack(content))
 
     def _came_up(self, connection: Connection) -> None:
         self._hellos.pop(connection, None)
@@ -365,6 +407,8 @@ class _Links:
             link = self._link_of(connection)
             if link is not None:
                 link.failures = 0
+                if self._probe is not None and is_local(connection.sock):
+                    link.outgoing.put_note(Note.CAN_YOU_READ, self._probe)
                 self._watch(connection, writes=bool(link.outgoing))
 
     def _write(self, connection: Connection) -> None:
@@ -403,7 +447,7 @@ class _Links:
             elif link.is_lost:
                 return False
             elif link.is_up:
-                link.outgoing.put_probe()
+                link.outgoing.put_note(Note.NOTHING)
                 self._look_at(link)
                 return False
             elif link.connection is not None and self.rank < link.peer:
@@ -625,7 +669,8 @@ class TCPTransport:
         assert len(header) <= MOST_HEADER_BYTES, len(header)
         with self._links.filled:
             if self._can_reach(peer):
-                self._links.send(peer, header, body, ticket)
+                lies = None if payload is None else offer(payload)
+                self._links.send(peer, header, body, ticket, lies)
             elif ticket is not None:
                 ticket.done = True
 

@@ -9,29 +9,40 @@
 
 A message is its sizes, its header and its payload. A payload is received straight into the memory
 that its receiver gets, and sent from the memory that its sender gave: Python copies no byte of it.
+Between processes of one host that can read each other's memory, where a payload lies is sent
+instead (`_shared_memory.py`). A note is a message of the links themselves.
 """
 
+import enum
 import hmac
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossipgrad.comm._access import Access
+from gossipgrad.comm._shared_memory import DESCRIPTOR_BYTES, Reader
 from gossipgrad.comm._transport import Received, Ticket
 
-__all__ = ["MOST_HEADER_BYTES", "Connection", "NotNowError", "Outgoing", "StrangerError", "view_of"]
+__all__ = [
+    *("MOST_HEADER_BYTES", "NUMBER", "Connection", "NotNowError", "Note", "Outgoing"),
+    *("StrangerError", "is_local", "view_of"),
+]
 
 MOST_HEADER_BYTES = 1 << 14
 _HELLO = struct.Struct("!12sBII16s")  # magic, version, sender, receiver, challenge
 _MAGIC, _VERSION = b"gossip hello", 1
 _CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
 _SIZES = struct.Struct("!IQ")  # bytes of the header and of the payload
+_NOTE = (1 << 32) - 1  # as the size of a header: a note, whose kind stands for the payload's
+_LIES_THERE = 1 << 31  # in the size of a header: a descriptor and a number follow, and no payload
+NUMBER = struct.Struct("!Q")  # of a payload that lies in memory, on its link
 _WELCOME, _NOT_NOW = b"\1", b"\0"
 _READS = 16  # in a row from one connection, before others get their turn
 _COPY_BELOW_BYTES = 1 << 12  # below this a copy is cheaper than a ticket
@@ -39,6 +50,20 @@ _VIEWS = 64  # buffers that one call of the system may send
 _KEEPALIVE_SECONDS = (10, 5)  # the idle time before a connection is probed, and the interval
 _KEEPALIVE_TRIES = 4
 _UNANSWERED_MILLISECONDS = 30_000  # a host that confirms nothing for so long is dead
+
+
+class Note(enum.IntEnum):
+    """A message without a header, of a link itself."""
+
+    NOTHING = 0  # the receiver drops it
+    CAN_YOU_READ = 1  # a piece of memory, by its descriptor
+    CAN_READ = 2  # it is possible: payloads may lie in memory
+    HAS_READ = 3  # the payload with this number
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what follows."""
+        return {Note.CAN_YOU_READ: DESCRIPTOR_BYTES, Note.HAS_READ: NUMBER.size}.get(self, 0)
 
 
 class StrangerError(ConnectionError):
@@ -50,17 +75,39 @@ class NotNowError(ConnectionError):
 
 
 class Outgoing:
-    """The messages to one rank that have not left; the caller holds a lock."""
+    """The messages to one rank that have not left; the caller holds a lock.
+
+    Attributes:
+        shares: Whether the other end can read this process's memory.
+    """
 
     def __init__(self) -> None:
+        self.shares = False
+        self._unread: dict[int, Ticket] = {}  # of payloads that the other end has not read yet
+        self._number = 0
         self._views: deque[tuple[memoryview, Ticket | None]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._views)
 
-    def put(self, header: bytes, body: memoryview | None, ticket: Ticket | None) -> None:
-        """Queue a message; only a large body is not copied."""
+    def put(
+        self,
+        header: bytes,
+        body: memoryview | None,
+        ticket: Ticket | None,
+        lies: bytes | None = None,
+    ) -> None:
+        """Queue a message; only a large body is not copied. `lies` says where it is in memory."""
         size_bytes = 0 if body is None else body.nbytes
+        if lies is not None and self.shares:
+            self._number += 1
+            if ticket is not None:
+                self._unread[self._number] = ticket
+            sizes = _SIZES.pack(len(header) | _LIES_THERE, size_bytes)
+            self._views.append(
+                (memoryview(sizes + header + lies + NUMBER.pack(self._number)), None)
+            )
+            return
         head = _SIZES.pack(len(header), size_bytes) + header
         if body is None or size_bytes < _COPY_BELOW_BYTES:
             self._views.append((memoryview(head + (b"" if body is None else bytes(body))), None))
@@ -70,9 +117,14 @@ class Outgoing:
             self._views.append((memoryview(head), None))
             self._views.append((body, ticket))
 
-    def put_probe(self) -> None:
-        """Queue an empty message, which the receiver drops."""
-        self._views.append((memoryview(_SIZES.pack(0, 0)), None))
+    def put_note(self, note: "Note", content: bytes = b"") -> None:
+        """Queue a note."""
+        self._views.append((memoryview(_SIZES.pack(_NOTE, note) + content), None))
+
+    def read(self, number: int) -> None:
+        """The other end has read a payload."""
+        if (ticket := self._unread.pop(number, None)) is not None:
+            ticket.done = True
 
     def first(self) -> list[memoryview]:
         """Return the next bytes to send."""
@@ -92,6 +144,9 @@ class Outgoing:
 
     def drop(self) -> None:
         """Drop everything: nobody would receive it."""
+        for ticket in self._unread.values():
+            ticket.done = True
+        self._unread.clear()
         for _, ticket in self._views:
             if ticket is not None:
                 ticket.done = True
@@ -109,6 +164,8 @@ class Connection:
         most_bytes: A message with a larger payload ends the connection.
         admit: Called when an accepted connection has proven its rank; returns whether it is taken.
         memory: Returns where to receive the payload of a message, None for memory of its own.
+        reader: Reads payloads that lie in the other end's memory.
+        has_read: Called with the number of such a payload when it was used.
 
     Attributes:
         peer: The rank at the other end; of an accepted connection only when it has proven it.
@@ -116,6 +173,7 @@ class Connection:
         is_up: Whether messages may be sent.
         writes: Whether its loop waits until the socket takes more bytes.
         arrived: Whole messages, for the caller to remove.
+        notes: Notes about memory, for the caller to remove.
     """
 
     def __init__(
@@ -128,12 +186,15 @@ class Connection:
         most_bytes: int,
         admit: Callable[["Connection"], bool],
         memory: Callable[[bytes, int], Tensor | None],
+        reader: Reader,
+        has_read: Callable[["Connection", bytes], None],
     ) -> None:
         self.sock, self.peer, self.is_dialled = sock, peer, peer is not None
         self.is_up = self.writes = False
         self.arrived: list[Received] = []
+        self.notes: list[tuple[Note, bytes]] = []
         self._rank, self._access, self._most_bytes, self._admit = rank, access, most_bytes, admit
-        self._memory = memory
+        self._memory, self._reader, self._has_read = memory, reader, has_read
         self._script = self._dial() if self.is_dialled else self._answer()
         self._wanted = memoryview(b"")
 
@@ -225,23 +286,43 @@ class Connection:
             sizes = bytearray(_SIZES.size)
             yield memoryview(sizes)
             header_bytes, size_bytes = _SIZES.unpack(sizes)
+            if header_bytes == _NOTE:
+                if size_bytes not in Note.__members__.values():
+                    raise StrangerError(f"an unknown note {size_bytes}")
+                note = Note(size_bytes)
+                if content := bytearray(note.size_bytes):
+                    yield memoryview(content)
+                self.notes.append((note, bytes(content)))
+                continue
+            header_bytes, lies_there = header_bytes & ~_LIES_THERE, header_bytes & _LIES_THERE
             if header_bytes > MOST_HEADER_BYTES or size_bytes > self._most_bytes:
                 raise StrangerError(f"a message of {header_bytes} + {size_bytes} bytes")
             header = bytearray(header_bytes)
             yield memoryview(header)
             payload = None
+            if lies_there:
+                where = bytearray(DESCRIPTOR_BYTES + NUMBER.size)
+                yield memoryview(where)
+                payload = self._reader.read(where[:DESCRIPTOR_BYTES], size_bytes)
+                release = partial(self._has_read, self, bytes(where[DESCRIPTOR_BYTES:]))
+                self.arrived.append(Received(bytes(header), payload, release))
+                continue
             if size_bytes:
                 payload = self._memory(bytes(header), size_bytes)
                 if payload is None:
                     payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
                 yield view_of(payload)
-            if header or payload is not None:
-                self.arrived.append(Received(bytes(header), payload))
+            self.arrived.append(Received(bytes(header), payload))
 
     def _say(self, message: bytes) -> None:
         """Send a part of the hello, which the empty buffer of a new connection takes at once."""
         if self.sock.send(message) != len(message):
             raise ConnectionError("the connection takes no hello")
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are in one network namespace of one host."""
+    return sock.getpeername()[0] == sock.getsockname()[0]
 
 
 def view_of(payload: Tensor) -> memoryview:

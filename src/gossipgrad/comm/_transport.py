@@ -3,7 +3,7 @@
 And the interface of what records spans of time there; `gossipgrad.report` writes them as a trace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -47,10 +47,13 @@ class Received:
     Attributes:
         header: The header's bytes, unchecked.
         payload: The payload as bytes, shape `(size_bytes,)`, or None; owned by the receiver.
+        release: Not None if the payload is the sender's memory, which must not be written: to be
+            called when it is read.
     """
 
     header: bytes
     payload: Tensor | None
+    release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

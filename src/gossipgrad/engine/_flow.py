@@ -143,9 +143,9 @@ class Bucket:
         return into.take(bucket, self.tensors())
 
     @torch.no_grad()
-    def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
-        """Return `received - sent` of a round, computed in `received` if the types are equal."""
-        flat = delta_of(received, sent, widened(self.dtype))
+    def delta(self, received: Tensor, sent: Tensor, round: int, out: Tensor | None = None) -> Delta:
+        """Return `received - sent` of a round, computed in `out`, by default where it can be."""
+        flat = delta_of(received, sent, widened(self.dtype), out)
         return Delta(flat, _square(flat, round) if self._are_weights else None)
 
     @torch.no_grad()
@@ -278,9 +278,9 @@ class SlicedBucket(Bucket):
         """Copy the elements of the slice that a round sends into a bucket of a snapshot."""
         return self._part.snapshot(into, bucket, round)
 
-    def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
+    def delta(self, received: Tensor, sent: Tensor, round: int, out: Tensor | None = None) -> Delta:
         """Return `received - sent` of a round, of the slice."""
-        return self._part.delta(received, sent, round)
+        return self._part.delta(received, sent, round, out)
 
     @torch.no_grad()
     def add(self, delta: Delta, weight: float) -> None:
@@ -414,9 +414,10 @@ class MaskedBucket(Bucket):
         return into.take(bucket, [values])
 
     @torch.no_grad()
-    def delta(self, received: Tensor, sent: Tensor, round: int) -> Delta:
+    def delta(self, received: Tensor, sent: Tensor, round: int, out: Tensor | None = None) -> Delta:
         """Return `received - sent` of a round; its square is scaled to all coordinates."""
-        flat, at = delta_of(received, sent, widened(self.dtype)), self._coordinates(round)
+        flat = delta_of(received, sent, widened(self.dtype), out)
+        at = self._coordinates(round)
         square = torch.linalg.vector_norm(flat[: at.count]).square() / (at.count / self.numel)
         with self._lock:
             self._kept.pop(round, None)  # the delta holds them now

@@ -8,11 +8,17 @@ from torch import Tensor
 __all__ = ["delta_of", "mix", "replace"]
 
 
-def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `received - snapshot` in `dtype`, shape `(numel,)`; in `received` if possible."""
+def delta_of(
+    received: Tensor, snapshot: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Return `received - snapshot` in `dtype`, shape `(numel,)`.
+
+    It is computed in `out`, of that type; by default in `received` if that is of it.
+    """
     if received.dtype == dtype:
-        return received.sub_(snapshot)
-    return received.to(dtype).sub_(snapshot)
+        return torch.sub(received, snapshot, out=received if out is None else out)
+    wide = received.to(dtype) if out is None else out.copy_(received)
+    return wide.sub_(snapshot)
 
 
 def mix(

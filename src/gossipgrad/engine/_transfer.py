@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, stage
+from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, stage, widened
 from gossipgrad.engine._flow import Delta, Flow, Phase, Sendable
 from gossipgrad.topology import Peers
 
@@ -48,6 +48,7 @@ class Transfer:
         self._versions: dict[int, int] = {}  # of received parts, by bucket
         self._filled: dict[int, Sendable] = {}
         self._into: dict[int, Tensor] = {}  # where parts are received
+        self._wide: dict[int, Tensor] = {}  # where deltas are computed, if not there
         self._lock = threading.RLock()  # parts are staged in another thread
         self._is_released = False
 
@@ -83,18 +84,23 @@ class Transfer:
         is_on_host = self.flow.device.type == "cpu"
         if is_on_host and self.peers.recv_from is not None:
             self._into[bucket] = self.flow.pool.lend(bucket)
-        exchange = self._channel.post(
-            self.round,
-            self.flow.buckets[bucket].number,
-            payload,
-            send_to=self.peers.send_to,
-            recv_from=self.peers.recv_from,
-            into=self._into.get(bucket),
-            is_filled=is_filled,
-            on_arrival=self.on_arrival if is_on_host else partial(self._stage, bucket),
-        )
-        self.snapshot.hold(bucket, exchange.ticket)
-        self.exchanges[bucket] = exchange
+        ticket = Ticket()
+        self.snapshot.hold(bucket, ticket)
+        try:
+            self.exchanges[bucket] = self._channel.post(
+                self.round,
+                self.flow.buckets[bucket].number,
+                payload,
+                send_to=self.peers.send_to,
+                recv_from=self.peers.recv_from,
+                into=self._into.get(bucket),
+                is_filled=is_filled,
+                on_arrival=partial(self._receive, bucket),
+                ticket=ticket,
+            )
+        except BaseException:
+            ticket.done = True
+            raise
 
     def post_all(self) -> None:
         """Send every bucket that was not sent yet."""
@@ -127,15 +133,22 @@ class Transfer:
             if bucket in self._deltas or self._is_released or received is None:
                 return self._deltas.get(bucket)
             sent = self.snapshot.flat(bucket)
+            wide, out = widened(self.flow.buckets[bucket].dtype), None
+            if received.dtype != wide:
+                memory = self._wide[bucket] = self.flow.pool.lend_wide(wide)
+                out = memory[: received.numel()]
+            elif exchange.release is not None:
+                out = self._into.get(bucket)
             version = self._versions.setdefault(bucket, received._version)
             if received._version != version:  # Ctrl-C interrupted after the in-place subtraction
                 sent = torch.zeros_like(sent)
             if self.flow.device.type != "cpu":
                 self._stage(bucket)
                 received = self._staged.pop(bucket)()
-            delta = self.flow.buckets[bucket].delta(received, sent, self.round)
+            delta = self.flow.buckets[bucket].delta(received, sent, self.round, out)
             self._deltas[bucket] = delta
             exchange.received = None
+            exchange.release_part()
             self.snapshot.drop(bucket)
             return delta
 
@@ -145,6 +158,8 @@ class Transfer:
         self._deltas.pop(bucket, None)
         if (into := self._into.pop(bucket, None)) is not None:
             self.flow.pool.keep(bucket, into)
+        if (wide := self._wide.pop(bucket, None)) is not None:
+            self.flow.pool.keep_wide(wide)
 
     def describe(self, bucket: int) -> dict[str, object]:
         """Return a finished exchange's attributes for a trace."""
@@ -165,17 +180,39 @@ class Transfer:
             again, self._is_released = self._is_released, True
             self._staged.clear()
             self._into.clear()  # a cancelled part may still be written there
+            for exchange in self.exchanges.values():
+                exchange.release_part()
         if not again:
             self.snapshot.release()
 
-    def _stage(self, bucket: int) -> None:
-        with self._lock:
-            exchange = self.exchanges.get(bucket)  # None: it arrived before `post` has returned
-            received = None if exchange is None else exchange.received
-            if received is not None and bucket not in self._staged and not self._is_released:
-                self._staged[bucket] = stage(received, self.flow.device)
+    def _receive(self, bucket: int, exchange: Exchange) -> None:
+        """Begin to copy an arrived part to an accelerator, or read it in its sender's memory."""
+        self.exchanges[bucket] = exchange  # `post` may not have returned
+        if self.flow.device.type != "cpu":
+            self._stage(bucket)
+        elif exchange.release is not None:
+            self._read(bucket)
         if self.on_arrival is not None:
             self.on_arrival()
+
+    @torch.no_grad()
+    def _read(self, bucket: int) -> None:
+        """Read a part in its sender's memory: the delta, or a copy if that would be wider."""
+        with self._lock:
+            received, into = self.exchanges[bucket].received, self._into.get(bucket)
+            if received is None or into is None or self._is_released:
+                return
+            if received.dtype == widened(self.flow.buckets[bucket].dtype):
+                self.delta(bucket)
+            else:
+                self.exchanges[bucket].received = into.copy_(received)
+                self.exchanges[bucket].release_part()
+
+    def _stage(self, bucket: int) -> None:
+        with self._lock:
+            received = self.exchanges[bucket].received
+            if received is not None and bucket not in self._staged and not self._is_released:
+                self._staged[bucket] = stage(received, self.flow.device)
 
     def cancel(self) -> None:
         """Cancel exchanges whose parts have not arrived."""
