@@ -18,7 +18,8 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 # The change of 20 steps is one step of an outer optimizer, whose weights are mixed.
-with gg.gossip(model, optimizer, local_steps=20, wire_dtype=torch.bfloat16) as session:
+settings = {"mode": "sync", "local_steps": 20, "wire_dtype": torch.bfloat16}
+with gg.gossip(model, optimizer, **settings) as session:
     mine = torch.arange(session.rank, 1500, session.world_size)
     for _ in range(400):
         rows = mine[torch.randint(len(mine), (32,))]
