@@ -71,6 +71,7 @@ WAYS = {
     "sync, momentum": Way(2, "sync", momentum=0.5),
     "sync, c": Way(mode="sync", c=0.2),
     "sync, c, two in bf16": Way(mode="sync", w=0.65, c=0.35, partners=2, wire=HALF),
+    "sync, one after the other in bf16": Way(mode="sync", rounds=2, wire=HALF),
     "sync, c, one after the other in bf16": Way(mode="sync", c=0.2, rounds=2, wire=HALF),
     "overlap, two in bf16": Way(w=2 / 3, partners=2, wire=HALF),
     "overlap, c, two in bf16": Way(w=0.5, c=0.1, partners=2, wire=HALF),
