@@ -164,6 +164,15 @@ def test_demo_is_refused_where_the_world_is_given(monkeypatch, capsys):
     assert "torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("epochs", ["0", "100000"])
+def test_demo_names_the_epochs_that_it_refuses(epochs, tmp_path, capsys):
+    assert cli.main(["demo", "--epochs", epochs, "--out", str(tmp_path / "demo")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"gossipgrad: error: epochs is {epochs}, but must be from 1 to 10000.")
+    assert not (tmp_path / "demo").exists()
+
+
 @pytest.mark.process
 def test_demo_trains_both_ways_over_slow_links_and_says_what_that_gains(tmp_path, capfd):
     options = ["--nproc", "2", "--epochs", "1", "--mbit-per-second", "50"]

@@ -36,6 +36,8 @@ def test_two_workers_here_measure_what_predict_reads(tmp_path, capfd):
         (["--sizes", "4kB,8kB"], "'4kB,8kB'"),
         (["--sizes", "4096,8191"], "multiples of 4"),
         (["--out", "nowhere/network.json"], "no folder nowhere"),
+        (["--out", "/proc/network.json"], "cannot write --out /proc/network.json"),
+        (["--out", "."], "cannot write --out ."),
     ],
 )
 def test_mistakes_are_one_kind_line_and_start_nothing(

@@ -55,6 +55,17 @@ def test_one_run_is_served_and_written_nowhere(write_run, more, capsys):
     assert "one folder" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_not_served(tmp_path, monkeypatch, capsys):
+    def serve(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gossipgrad.report.ReportServer.serve_forever", serve)
+    assert cli.main(["report", "--serve", str(tmp_path / "missing")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"gossipgrad: error: {tmp_path / 'missing'} is no folder")
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.filterwarnings("default")
 def test_a_browser_opens_the_page_or_the_page_is_named(write_run, monkeypatch, capsys, is_there):

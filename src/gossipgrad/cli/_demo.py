@@ -20,6 +20,7 @@ from ._output import parse, writing
 
 # Says that the runs beside it are of a demo, and may be replaced.
 _MARKER = ".gossipgrad-demo"
+_MOST_EPOCHS = 10_000  # also one worker then takes no more steps than a script of faults may name
 _STRATEGIES: tuple[Literal["gossip", "allreduce"], ...] = ("gossip", "allreduce")
 
 
@@ -44,8 +45,8 @@ def main(arguments: list[str]) -> int:
     """Run both, print the comparison; returns the exit code.
 
     Raises:
-        ValueError: The world is given, and the demo could not start its own; or `out` holds runs of
-            another command.
+        ValueError: The world is given, and the demo could not start its own; an option is out of
+            range; or `out` holds runs of another command.
     """
     options = parse(DemoOptions, arguments, "demo")
     if (world := find_world(os.environ, nproc=options.nproc)) is not None:
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
             f"mbit_per_second is {options.mbit_per_second}, but must be above 0 and finite, such "
             "as 50."
         )
+    if not 1 <= options.epochs <= _MOST_EPOCHS:
+        raise ValueError(f"epochs is {options.epochs}, but must be from 1 to {_MOST_EPOCHS}.")
     marker = options.out / _MARKER
     for strategy in _STRATEGIES:
         if (options.out / strategy).exists() and not marker.exists():

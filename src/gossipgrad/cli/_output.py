@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import tyro
@@ -76,10 +77,18 @@ def show(table: Table) -> None:
     Console().print(table)
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Raise `ValueError` unless the folder of a file is there, before anything is computed."""
-    if path is not None and not path.absolute().parent.is_dir():
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise `ValueError` unless a file can be written, before anything is computed for it."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+    with writing(option, path):
+        if path.exists():
+            path.open("a").close()
+        else:
+            TemporaryFile(dir=folder).close()
 
 
 def write_json(option: str, path: Path, value: Any) -> None:

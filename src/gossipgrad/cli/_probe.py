@@ -27,7 +27,7 @@ from gossipgrad.train import (
     slurm_rendezvous,
 )
 
-from ._output import check_folder, new_table, parse, say, show, write_json
+from ._output import check_writable, new_table, parse, say, show, write_json
 from ._units import list_of, rate_text, seconds_text
 
 _DEFAULT_NPROC = 4
@@ -80,7 +80,7 @@ def check(options: ProbeOptions) -> None:
     for name in ("seconds", "timeout"):
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0 that ends")
-    check_folder("--out", options.out)
+    check_writable("--out", options.out)
     check_sizes(sizes_of(options))
     check_secret()
 

@@ -55,6 +55,8 @@ def _serve(options: ReportOptions) -> int:
     if len(options.runs) != 1 or options.out is not None:
         raise ValueError("--serve shows the page of one run: give one folder, and no --out")
     run = options.runs[0]
+    if not run.is_dir():
+        raise ValueError(f"{run} is no folder; pass the folder that `gossipgrad train` writes to")
     with ReportServer(run, port=options.port, every_seconds=options.every) as server:
         print(f"{server.url} (Ctrl-C ends it)", flush=True)
         if options.open:
