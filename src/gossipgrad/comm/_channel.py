@@ -305,8 +305,6 @@ class Channel:
         for exchange in arrived:
             if exchange.on_arrival is not None:
                 exchange.on_arrival(exchange)
-            else:
-                exchange.own()
 
     def cancel(self, exchange: Exchange) -> None:
         """End an open exchange as void, on both ends if the partner has not said READY.
@@ -600,7 +598,7 @@ class Channel:
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
-        if exchange is None and arrival.release is not None:
+        if arrival.release is not None and (exchange is None or exchange.release is None):
             arrival.release()
         return [] if exchange is None else [exchange]
 
@@ -638,6 +636,9 @@ class Channel:
         elif kind is Kind.DATA:
             assert payload is not None
             self.bytes_received += header.size_bytes
+            posted = ledger.find(at, header.bucket)
+            if release is not None and (posted is None or posted.on_arrival is None):
+                payload, release = payload.clone(), None
             return ledger.deliver(at, header.bucket, payload, release)
         else:
             ledger.advance(at.next if kind is Kind.VOID else at)

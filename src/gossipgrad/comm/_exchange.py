@@ -136,12 +136,6 @@ class Exchange:
         self.finished_seconds = time.perf_counter()
         self.outcome = outcome  # last: other threads read it without a lock
 
-    def own(self) -> None:
-        """Copy a received part that is the partner's memory."""
-        if self.release is not None and self.received is not None:
-            self.received = self.received.clone()
-            self.release_part()
-
     def release_part(self) -> None:
         """Let the partner write its memory again, once; from any thread."""
         release, self.release = self.release, None

@@ -10,9 +10,9 @@ A process proves that it can read the arenas of another one before it is sent an
 it may run in a container of its own, or as another user.
 """
 
+import logging
 import os
 import struct
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["DESCRIPTOR_BYTES", "Arena", "Reader", "offer"]
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTOR = struct.Struct("!IIQ16s")  # process, its file, offset, and token of the arena
 DESCRIPTOR_BYTES = _DESCRIPTOR.size
@@ -34,22 +36,24 @@ _offered: dict[int, tuple[int, bytes]] = {}  # bytes and descriptor of each piec
 class Arena:
     """Memory of this process that others of its host can read, in pieces of the given sizes.
 
-    Pages that are not written take no memory. Where there are no such files, and for little memory,
-    it is memory of this process alone.
+    Pages that are not written take no memory. Where there are no such files (other systems, some
+    builds of Python, no `/proc`), and for little memory, it is memory of this process alone.
     """
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         self._memory: Tensor | None = None
-        total_bytes = _PAGE_BYTES + sum(map(_paged, sizes_bytes))
-        if sys.platform != "linux" or sum(sizes_bytes) < _LEAST_BYTES:
-            return
         self._token, self._end = os.urandom(_TOKEN_BYTES), _PAGE_BYTES
-        self._file = os.memfd_create("gossipgrad")
         self._addresses: list[int] = []
-        weakref.finalize(self, _close, self._file, self._addresses)
-        os.ftruncate(self._file, total_bytes)
-        os.pwrite(self._file, self._token, 0)
-        self._memory = _map(f"/proc/self/fd/{self._file}")
+        if sum(sizes_bytes) < _LEAST_BYTES or not hasattr(os, "memfd_create"):
+            return
+        try:
+            self._file = os.memfd_create("gossipgrad")
+            weakref.finalize(self, _close, self._file, self._addresses)
+            os.ftruncate(self._file, _PAGE_BYTES + sum(map(_paged, sizes_bytes)))
+            os.pwrite(self._file, self._token, 0)
+            self._memory = _map(f"/proc/self/fd/{self._file}")
+        except (OSError, RuntimeError) as error:  # torch's own, too
+            logger.debug("parts pass sockets, as there is no memory to share: %s", error)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next piece, uninitialised; flat, in host memory."""
@@ -92,6 +96,8 @@ class Reader:
             if not _has_token(arena, token):
                 raise OSError(f"file {file} of process {process} is no arena of this run")
             self._arenas[process, file] = arena
+        if offset % _PAGE_BYTES or offset + size_bytes > arena.numel():
+            raise OSError(f"no piece of an arena begins at {offset}")
         return arena.narrow(0, offset, size_bytes)
 
 
@@ -100,7 +106,7 @@ def _map(path: str) -> Tensor:
 
 
 def _has_token(arena: Tensor, token: bytes) -> bool:
-    return arena.narrow(0, 0, _TOKEN_BYTES).numpy().tobytes() == token
+    return arena[:_TOKEN_BYTES].numpy().tobytes() == token
 
 
 def _paged(size_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Snapshots of the payload, sent while training continues, and staging of received parts."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -146,6 +147,7 @@ class SnapshotPool:
         self.taken: set[Snapshot] = set()
         self.copies: list[list[_Copy]] = [[] for _ in plan.buckets]
         self._spare: dict[int, list[Tensor]] = {}  # memory for received parts, by bucket
+        self._lock = threading.Lock()
         self._wide: list[Tensor] = []  # memory for deltas that are wider than their parts
         is_on_host = device.type == "cpu"
         sizes_bytes = [part.size_bytes for part in plan.parts for _ in range(limit)]
@@ -219,9 +221,10 @@ class SnapshotPool:
 
         New memory for each delta would cost as much time as the arithmetic.
         """
-        for index, memory in enumerate(self._wide):
-            if memory.dtype == dtype:
-                return self._wide.pop(index)
+        with self._lock:  # a thread of an island computes deltas, too
+            for index, memory in enumerate(self._wide):
+                if memory.dtype == dtype:
+                    return self._wide.pop(index)
         largest = max(part.numel for part in self._parts)
         return torch.empty(largest, dtype=dtype, device=self._device)
 

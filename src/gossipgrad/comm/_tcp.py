@@ -122,7 +122,7 @@ class _Links:
         self.filled = threading.Condition(threading.RLock())
         self.events: list[Received | Lost] = []
         self._where = where
-        self._arena, self._reader = Arena([_PROBE_BYTES]), Reader()
+        self._arena = Arena([_PROBE_BYTES])
         self._probe = offer(self._arena.empty(_PROBE_BYTES, torch.uint8))
         self._listener = listener
         self._selector = selectors.DefaultSelector()
@@ -170,7 +170,8 @@ class _Links:
             if link.is_lost:
                 link.outgoing.drop()
                 return
-            is_small = body is None or body.nbytes < _DIRECT_BYTES or link.outgoing.shares
+            lies_there = lies is not None and link.outgoing.shares
+            is_small = body is None or body.nbytes < _DIRECT_BYTES or lies_there
             self._push(link, at_once=is_first and is_small)
 
     def _push(self, link: _Link, *, at_once: bool) -> None:
@@ -324,7 +325,7 @@ class _Links:
             most_bytes=self.most_bytes,
             admit=self._admit,
             memory=lambda header, size_bytes: self.memory(header, size_bytes),
-            reader=self._reader,
+            reader=Reader(),  # memory of ranks that are gone is let go with their connection
             has_read=self._has_read,
         )
 
@@ -388,12 +389,12 @@ class _Links:
             self.events.extend(arrived)
             self.filled.notify_all()
             for note, content in notes:
-                self._take_note(link, note, content)
+                self._take_note(link, connection, note, content)
 
-    def _take_note(self, link: _Link, note: Note, content: bytes) -> None:
+    def _take_note(self, link: _Link, connection: Connection, note: Note, content: bytes) -> None:
         if note is Note.CAN_YOU_READ:
             with contextlib.suppress(OSError):  # then payloads pass the socket
-                self._reader.read(content, 1)
+                connection.reader.read(content, 1)
                 link.outgoing.put_note(Note.CAN_READ)
                 self._look_at(link)
         elif note is Note.CAN_READ:

@@ -174,6 +174,7 @@ class Connection:
         writes: Whether its loop waits until the socket takes more bytes.
         arrived: Whole messages, for the caller to remove.
         notes: Notes about memory, for the caller to remove.
+        reader: See above.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Connection:
         self.arrived: list[Received] = []
         self.notes: list[tuple[Note, bytes]] = []
         self._rank, self._access, self._most_bytes, self._admit = rank, access, most_bytes, admit
-        self._memory, self._reader, self._has_read = memory, reader, has_read
+        self._memory, self.reader, self._has_read = memory, reader, has_read
         self._script = self._dial() if self.is_dialled else self._answer()
         self._wanted = memoryview(b"")
 
@@ -303,7 +304,7 @@ class Connection:
             if lies_there:
                 where = bytearray(DESCRIPTOR_BYTES + NUMBER.size)
                 yield memoryview(where)
-                payload = self._reader.read(where[:DESCRIPTOR_BYTES], size_bytes)
+                payload = self.reader.read(where[:DESCRIPTOR_BYTES], size_bytes)
                 release = partial(self._has_read, self, bytes(where[DESCRIPTOR_BYTES:]))
                 self.arrived.append(Received(bytes(header), payload, release))
                 continue

@@ -200,6 +200,8 @@ class Transfer:
         """Read a part in its sender's memory: the delta, or a copy if that would be wider."""
         with self._lock:
             received, into = self.exchanges[bucket].received, self._into.get(bucket)
+            if self._is_released:
+                self.exchanges[bucket].release_part()
             if received is None or into is None or self._is_released:
                 return
             if received.dtype == widened(self.flow.buckets[bucket].dtype):
