@@ -166,7 +166,7 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
         return
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    for option in {"--nodes", "--node-rank", "--rendezvous"} & {*options}:  # they start workers
+    for option in {"--nodes", "--node-rank", "--rendezvous", "--island"} & {*options}:  # of several
         at = options.index(option)
         del options[at : at + 2]
     if "--resume" in options:

@@ -122,6 +122,7 @@ def test_norms_over_neurons_let_them_go_if_they_have_gains_and_over_groups_group
         assert any(why in found.refused["a"] for why in ("norm", "mean", "something else"))
 
 
+@pytest.mark.filterwarnings("ignore:input's size at dim=1")  # torch: of one without gains
 @pytest.mark.parametrize("options", [{}, {"affine": True}, {"track_running_stats": True}])
 def test_channels_behind_an_instance_norm_go_alone(options):
     layers = nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, **options), nn.ReLU(), nn.Conv2d(8, 4, 1)

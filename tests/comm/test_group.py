@@ -255,7 +255,7 @@ def test_a_rank_that_stops_waiting_for_the_others_may_meet_them_later():
             raise GossipError("rank 1 is elsewhere")
 
         group.unless = unless
-        with pytest.raises(GossipError, match=r"^rank 1 is elsewhere$"):
+        with pytest.raises(GossipError, match=r"^rank 1 is elsewhere"):
             group.barrier()
         assert group.broken is None
         group.unless = lambda: None

@@ -149,7 +149,6 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         {"density": lambda step: 0.1},
         {"plan": "best"},
         {"plan": 0},
-        {"select": "all"},
         {"methods": ("sparse", "sparse")},
         {"methods": ()},
         {"value_dtype": torch.int8},

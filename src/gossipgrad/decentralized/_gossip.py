@@ -194,11 +194,12 @@ def _weighted(
         raise ValueError(f"weight is {weight!r}: give a number above 0, such as the batch size")
     weight = float(weight)
     of_island = [weight] if island is None else island.agree(weight)
-    if any(other != of_island[0] for other in of_island):
+    if island is not None and any(other != of_island[0] for other in of_island):
         raise ValueError(f"the weights of an island are {of_island}: give one number on all of it")
     masses = group.all_gather_object(weight)
     masses = masses if island is None else island.from_first(masses)
     if {*masses} == {1.0}:
         return settings
+    group.barrier()  # what follows may raise, and ends no collective of the others
     schedule = topology.weighted(settings.schedule, masses)
     return settings if len({*masses}) == 1 else replace(settings, schedule=schedule)
