@@ -48,7 +48,8 @@ def run_on(
         me.group.barrier()
         return me.session.state_dict(), without_times(me.session.stats())
 
-    settings = {"gradients": backward, "bucket_bytes": 100, **settings}
+    # Without heartbeats: a lease that runs out on a busy machine would void a round.
+    settings = {"gradients": backward, "bucket_bytes": 100, "heartbeats": None, **settings}
     came_to = run_sessions(world_size, use, make=lambda rank: network(seed, dtype), **settings)
     return [saved[rank] for rank in sorted(saved)], came_to
 

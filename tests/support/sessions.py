@@ -120,7 +120,8 @@ def train(
         me.session.wait()
         return [p.detach().clone() for p in me.model.parameters()]
 
-    settings = {"gradients": backward, "bucket_bytes": 100, **settings}
+    # Without heartbeats: a lease that runs out on a busy machine would void a round.
+    settings = {"gradients": backward, "bucket_bytes": 100, "heartbeats": None, **settings}
     return run_sessions(world_size, use, make=lambda rank: make(dtype=dtype), **settings)
 
 
