@@ -18,7 +18,6 @@ __all__ = [
     "make_transports",
     "ours",
     "post",
-    "reads_memory",
     "until_none_but",
 ]
 
@@ -51,11 +50,6 @@ def cut(transport: TCPTransport, peer: int) -> None:
     """Ends the connection to a rank, as a network does; both ends see it."""
     until(lambda: peer in transport._links.links and transport._links.links[peer].is_up)
     transport._links.links[peer].connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def reads_memory(transport: TCPTransport, peer: int) -> bool:
-    """Whether a peer has shown that it can read this process's memory."""
-    return peer in transport._links.links and transport._links.links[peer].outgoing.shares
 
 
 def ours() -> list[threading.Thread]:

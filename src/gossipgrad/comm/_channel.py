@@ -235,9 +235,10 @@ class Channel:
                     self._agreed.append(exchange)
                 else:
                     self._leave(exchange)
-            if self._error is not None:
+            if self._error is not None:  # nothing leaves any more
                 for exchange in self._agreed:
                     exchange.ticket.done = True
+                self._agreed = []
 
     def _is_filled(self, exchange: Exchange) -> bool:
         """Whether a part may leave; one that cannot be filled is an error of this rank."""
@@ -668,7 +669,8 @@ class Channel:
 
     def _is_all_sent(self) -> bool:
         with self._lock:
-            return not any(e.sends for each in self._ledgers.values() for e in each.all_posted())
+            waits = any(e.sends for each in self._ledgers.values() for e in each.all_posted())
+            return self._error is not None or not waits
 
     def _end(self, linger_seconds: float) -> None:
         """Send LEAVE and close the transport, when no other thread receives."""

@@ -160,18 +160,18 @@ class _Links:
         header: bytes,
         body: memoryview | None,
         ticket: Ticket | None,
-        lies: bytes | None,
+        descriptor: bytes | None,
     ) -> None:
         """Queue a message; a small one leaves at once where none waits before it."""
         with self.filled:
             link = self.link(peer)
             is_first = not link.outgoing and not link.is_writing
-            link.outgoing.put(header, body, ticket, lies)
+            link.outgoing.put(header, body, ticket, descriptor)
             if link.is_lost:
                 link.outgoing.drop()
                 return
-            lies_there = lies is not None and link.outgoing.shares
-            is_small = body is None or body.nbytes < _DIRECT_BYTES or lies_there
+            is_in_memory = descriptor is not None and link.outgoing.shares
+            is_small = body is None or body.nbytes < _DIRECT_BYTES or is_in_memory
             self._push(link, at_once=is_first and is_small)
 
     def _push(self, link: _Link, *, at_once: bool) -> None:
@@ -325,7 +325,7 @@ class _Links:
             most_bytes=self.most_bytes,
             admit=self._admit,
             memory=lambda header, size_bytes: self.memory(header, size_bytes),
-            reader=Reader(),  # memory of ranks that are gone is let go with their connection
+            reader=Reader(),  # one each: its memory is freed with the connection
             has_read=self._has_read,
         )
 
@@ -670,13 +670,13 @@ class TCPTransport:
         assert len(header) <= MOST_HEADER_BYTES, len(header)
         with self._links.filled:
             if self._can_reach(peer):
-                lies = None if payload is None else offer(payload)
-                self._links.send(peer, header, body, ticket, lies)
+                descriptor = None if payload is None else offer(payload)
+                self._links.send(peer, header, body, ticket, descriptor)
             elif ticket is not None:
                 ticket.done = True
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
-        """Return received messages, and ranks that were lost."""
+        """Return received messages, and ranks that were lost; perhaps none, and early."""
         links = self._links
         with links.filled:
             if not links.events and not links.is_closed and timeout_seconds > 0:

@@ -9,7 +9,7 @@
 
 A message is its sizes, its header and its payload. A payload is received straight into the memory
 that its receiver gets, and sent from the memory that its sender gave: Python copies no byte of it.
-Between processes of one host that can read each other's memory, where a payload lies is sent
+Between processes of one host that can read each other's memory, a descriptor of a payload is sent
 instead (`_shared_memory.py`). A note is a message of the links themselves.
 """
 
@@ -37,11 +37,11 @@ __all__ = [
 
 MOST_HEADER_BYTES = 1 << 14
 _HELLO = struct.Struct("!12sBII16s")  # magic, version, sender, receiver, challenge
-_MAGIC, _VERSION = b"gossip hello", 1
+_MAGIC, _VERSION = b"gossip hello", 2
 _CHALLENGE_BYTES, _PROOF_BYTES = 16, 32
 _SIZES = struct.Struct("!IQ")  # bytes of the header and of the payload
 _NOTE = (1 << 32) - 1  # as the size of a header: a note, whose kind stands for the payload's
-_LIES_THERE = 1 << 31  # in the size of a header: a descriptor and a number follow, and no payload
+_IN_MEMORY = 1 << 31  # in the size of a header: a descriptor and a number follow, and no payload
 NUMBER = struct.Struct("!Q")  # of a payload that lies in memory, on its link
 _WELCOME, _NOT_NOW = b"\1", b"\0"
 _READS = 16  # in a row from one connection, before others get their turn
@@ -95,17 +95,17 @@ class Outgoing:
         header: bytes,
         body: memoryview | None,
         ticket: Ticket | None,
-        lies: bytes | None = None,
+        descriptor: bytes | None = None,
     ) -> None:
-        """Queue a message; only a large body is not copied. `lies` says where it is in memory."""
+        """Queue a message; a large body is not copied, and one that can be read there not sent."""
         size_bytes = 0 if body is None else body.nbytes
-        if lies is not None and self.shares:
+        if descriptor is not None and self.shares:
             self._number += 1
             if ticket is not None:
                 self._unread[self._number] = ticket
-            sizes = _SIZES.pack(len(header) | _LIES_THERE, size_bytes)
+            sizes = _SIZES.pack(len(header) | _IN_MEMORY, size_bytes)
             self._views.append(
-                (memoryview(sizes + header + lies + NUMBER.pack(self._number)), None)
+                (memoryview(sizes + header + descriptor + NUMBER.pack(self._number)), None)
             )
             return
         head = _SIZES.pack(len(header), size_bytes) + header
@@ -295,13 +295,13 @@ class Connection:
                     yield memoryview(content)
                 self.notes.append((note, bytes(content)))
                 continue
-            header_bytes, lies_there = header_bytes & ~_LIES_THERE, header_bytes & _LIES_THERE
+            header_bytes, is_in_memory = header_bytes & ~_IN_MEMORY, header_bytes & _IN_MEMORY
             if header_bytes > MOST_HEADER_BYTES or size_bytes > self._most_bytes:
                 raise StrangerError(f"a message of {header_bytes} + {size_bytes} bytes")
             header = bytearray(header_bytes)
             yield memoryview(header)
             payload = None
-            if lies_there:
+            if is_in_memory:
                 where = bytearray(DESCRIPTOR_BYTES + NUMBER.size)
                 yield memoryview(where)
                 payload = self.reader.read(where[:DESCRIPTOR_BYTES], size_bytes)

@@ -94,7 +94,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
-        """Return received messages in order; wait for the first at most `timeout_seconds`."""
+        """Return received messages in order; wait for some at most `timeout_seconds`, or less."""
         ...
 
     def wake(self) -> None:

@@ -199,16 +199,16 @@ class Transfer:
     def _read(self, bucket: int) -> None:
         """Read a part in its sender's memory: the delta, or a copy if that would be wider."""
         with self._lock:
-            received, into = self.exchanges[bucket].received, self._into.get(bucket)
+            exchange, into = self.exchanges[bucket], self._into.get(bucket)
+            received = exchange.received  # None: the training thread has read it
             if self._is_released:
-                self.exchanges[bucket].release_part()
-            if received is None or into is None or self._is_released:
-                return
-            if received.dtype == widened(self.flow.buckets[bucket].dtype):
-                self.delta(bucket)
-            else:
-                self.exchanges[bucket].received = into.copy_(received)
-                self.exchanges[bucket].release_part()
+                exchange.release_part()
+            elif received is not None and into is not None:
+                if received.dtype == widened(self.flow.buckets[bucket].dtype):
+                    self.delta(bucket)
+                else:
+                    exchange.received = into.copy_(received)
+                    exchange.release_part()
 
     def _stage(self, bucket: int) -> None:
         with self._lock:
