@@ -15,7 +15,7 @@ exit codes, of the workers that this command started:
   {SOME_LOST}    some failed, and the others succeeded
   130  stopped by Ctrl-C (143: by SIGTERM, 129: by SIGHUP)
 
-A worker that fails is named in one line, and the others go on. Ctrl-C or SIGTERM is passed on to
+A worker that fails is named in one line, and the others continue. Ctrl-C or SIGTERM is passed on to
 all workers; those that still run after --grace-seconds are killed, and so are all if another one
 comes more than a second later.
 

@@ -73,7 +73,7 @@ class RingShuffle(IterableDataset[Batch]):
     Each rank holds a part of the data in memory, and no rank has room for all of it. With every
     batch that is handed out, a copy of its rows leaves for rank - 1, and those of rank + 1 take
     their place when they come: after an epoch the shard has moved on by one rank, after as many
-    epochs as there are ranks each has seen everything. The order within a shard is drawn anew each
+    epochs as there are ranks each has seen everything. The order within a shard is drawn for each
     epoch, from seed, epoch and rank.
 
     A collective when made; after that only neighbours talk, and only while a batch is fetched.
@@ -134,7 +134,7 @@ class RingShuffle(IterableDataset[Batch]):
 
     References:
         Daily et al., GossipGraD, arXiv:1803.05880, on the asynchronous distributed shuffle of
-        samples. Deviations: (1) The order within a shard is drawn anew each epoch; there, rows are
+        samples. Deviations: (1) The order within a shard is drawn for each epoch; there, rows are
         taken in turn. (2) A step never waits for a neighbour; there, each waits for the rows of
         the one before. (3) Shards may be uneven, and ranks may be late, leave or die.
     """

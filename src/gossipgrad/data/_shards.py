@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedBatches:
-    """Shuffled batches of one rank's share, drawn anew each epoch.
+    """Shuffled batches of one rank's share, drawn for each epoch.
 
     Every epoch has one permutation of all samples, made from `(seed, epoch)` and so the same on
     every rank. Its first `world_size * (n // world_size)` positions go to the ranks in turn: rank r

@@ -91,7 +91,7 @@ def load_state(session: Session, folder: str | Path | None) -> None:
     if session.rank == 0:
         warn(
             f"the checkpoint has no {path.name} for each of the {session.world_size} ranks: it is "
-            "of another number of ranks, or of a run without gossip. All ranks go on from its "
+            "of another number of ranks, or of a run without gossip. All ranks continue from its "
             "model and from the optimizer state in it, and not exactly as they would have"
         )
     session.broadcast_()

@@ -63,7 +63,7 @@ class GossipCallback(TrainerCallback):
             )
         if trainer.args.auto_find_batch_size:
             raise ValueError(
-                "auto_find_batch_size=True begins anew on a rank that is out of memory, and the "
+                "auto_find_batch_size=True starts again on a rank that is out of memory, and the "
                 "others do not: give per_device_train_batch_size"
             )
         self.session: Session | None = None

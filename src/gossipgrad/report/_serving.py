@@ -12,7 +12,7 @@ __all__ = ["ReportServer"]
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the report of one run, made anew for each request, on the loopback interface alone.
+    """Serves the report of one run, made for each request, on the loopback interface alone.
 
     The page reloads itself until the run has written its summary. Reads the run's folder and
     writes nothing.

@@ -105,7 +105,7 @@ class Trace:
 
         The header carries the rank, one reading of the wall clock and of the span clock, read
         together, and the count of dropped spans. The file appears whole or not at all. Recording
-        may go on meanwhile; a later `save` writes everything again.
+        may continue; a later `save` writes everything again.
 
         Returns:
             The path written.

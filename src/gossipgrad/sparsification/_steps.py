@@ -108,7 +108,7 @@ class StepWatch:
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} is frozen, and was trained when the session "
                     "began: its residual is still sent. Call session.broadcast_() on "
-                    "every rank, before the backward pass, to go on without it"
+                    "every rank, before the backward pass, to continue without it"
                 )
             grad = parameter.grad  # zero_grad(set_to_none=False) leaves zeros
             if not known and grad is not None and (parameter.requires_grad or bool(grad.any())):

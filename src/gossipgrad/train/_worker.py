@@ -223,7 +223,7 @@ class _Worker:
             )
 
         if config.needs_every_rank or island > 1:
-            # One answer for all: whoever writes it first.
+            # One answer for all: the first one written.
             own = find_backend(config, size)
             backend = start.ask(lambda store: store.compare_set("backend", "", own)).decode()
             store, own_rank, own_size = self._store, rank, size

@@ -186,7 +186,7 @@ class RunningStrategy(ABC):
         """Load what `state_dict` gave; a collective, before the state of replica and session is."""
 
     def skip_steps(self, steps: int) -> None:  # noqa: B027  (most do not ask how far they are)
-        """Go on behind so many steps, of a run that had other ranks; a collective."""
+        """Continue after so many steps, of a run that had other ranks; a collective."""
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Ranks that are taken for dead, and when and why, where others can continue; local."""
