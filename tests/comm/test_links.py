@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from itertools import count
 
 import pytest
@@ -248,3 +249,19 @@ def test_parts_pass_the_socket_where_python_has_no_files_in_memory(monkeypatch):
     assert [exchanged(channels, size, round)[0] for round in range(20)] == [False] * 20
     for channel in channels:
         channel.close()
+
+
+def test_links_that_have_ended_keep_no_processor_busy():
+    """A channel whose links ended under it, as those of a rank that a test kills, waits."""
+    channels, size = ends_of(4), 4
+    for channel, peer in zip(channels, (1, 0), strict=True):
+        post(channel, peer, size=size)
+    channels[0].transport.close()
+    calls, receive = [], channels[0].transport.receive
+    channels[0].transport.receive = lambda seconds: calls.append(seconds) or receive(seconds)
+    until(lambda: len(calls) >= 2)
+    start, before = time.monotonic(), len(calls)
+    until(lambda: len(calls) >= before + 3)
+    assert time.monotonic() - start >= sum(calls[before + 1 : before + 3]) / 2
+    for channel in channels:
+        channel.close(0.0)

@@ -679,7 +679,7 @@ class TCPTransport:
         """Return received messages, and ranks that were lost; perhaps none, and early."""
         links = self._links
         with links.filled:
-            if not links.events and not links.is_closed and timeout_seconds > 0:
+            if not links.events and timeout_seconds > 0:  # also when closed: callers loop
                 links.filled.wait(timeout_seconds)
             events, links.events = links.events, []
             return [] if links.is_closed else events
