@@ -364,6 +364,8 @@ class Averaging:
         with torch.no_grad():
             for statistic, mean in zip(shared, wide, strict=True):
                 statistic.copy_(mean)
+        if self._rounds is not None and self._rounds.repeats is not None:
+            self._rounds.repeats.level()  # the means of rank 0 are over other copies
         self.averages += 1
 
     def means(self, flows: Sequence[Flow]) -> Iterator[tuple[Bucket, Tensor]]:

@@ -212,6 +212,7 @@ class StepDriver:
         finally:  # a gradient that arrives after its step is useless
             for transfer in transfers:
                 transfer.cancel()
+        rounds.equalize()
 
     def pending_change(self, check: Callable[[], None] | None = None) -> str | None:
         """Return the error message if the replica was changed since the last step, by `check`."""

@@ -7,8 +7,12 @@ another. Each rank exchanges its own shards:
 2. The part of it that rank 0 receives is there in time, and that of rank 1 is late.
 3. Their copies would now differ, and torch, which takes them for equal, would not notice.
 
-So after a step in which parts were not there on some rank of the island, the ranks that hold a
-shard set it to the mean of their copies. The mean over islands is kept.
+So where parts were not there on some rank of the island, the ranks that hold a shard set it to the
+mean of their copies. The mean over islands is kept. They do so before they send the next snapshot:
+
+1. Ranks 0 and 1 send what differs, and set it to the mean afterwards.
+2. The partner's ranks get both parts in time, and have no reason to ask each other.
+3. Their copies would differ from now on.
 """
 
 import hashlib
@@ -19,12 +23,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Outcome, is_sharded, local
+from gossipgrad.comm import is_sharded, local
 from gossipgrad.engine._flow import Bucket, Flow
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._mixing import replace
-from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._tensors import Entry
+from gossipgrad.engine._transfer import Transfer
 
 __all__ = ["RepeatedShards"]
 
@@ -60,7 +64,7 @@ class RepeatedShards:
 
     def __init__(self, island: Island, flows: Sequence[Flow]) -> None:
         self._island = island
-        self._seen, self._was_late = (0, 0), False  # missed parts and averages
+        self._missed, self._was_late = 0, False
         copies = [copy for flow in flows if not flow.is_sliced for copy in _copies(flow)]
         held = [{*keys} for keys in island.agree([copy.key for copy in copies])]
         copies = [copy for copy in copies if sum(copy.key in keys for keys in held) > 1]
@@ -80,30 +84,34 @@ class RepeatedShards:
             for copy, (key, _), start in zip(copies, own, _starts(own), strict=True)
         ]
 
-    def after_step(self, rounds: Rounds, averages: int) -> None:
-        """Set copies to their mean where a part was late or void on a rank of the island.
+    def after_mixing(
+        self, missed: int, *, has_late: bool, following: Sequence[Transfer] = ()
+    ) -> None:
+        """Set copies to their mean where a part was late or void on a rank; of the whole island.
 
-        Also after exact averages, of which there were `averages` so far: those of rank 0 are over
-        other copies than those of rank 1.
+        Args:
+            missed: How many parts of this rank were not delivered so far.
+            has_late: Whether some are still awaited.
+            following: The transfers of the next round, which may have been filled already.
         """
-        missed = sum(
-            n for outcome, n in rounds.outcomes.items() if outcome is not Outcome.DELIVERED
-        )
-        seen, has_late = (missed, averages), rounds.has_late
-        may_differ = seen != self._seen or has_late or self._was_late
-        self._seen, self._was_late = seen, has_late
+        may_differ = missed != self._missed or has_late or self._was_late
+        self._missed, self._was_late = missed, has_late
         if self._numel and self._island.largest(may_differ):
-            self.level()
+            for bucket in self.level():
+                for transfer in following:
+                    if bucket in transfer.flow.buckets:
+                        transfer.fill(transfer.flow.buckets.index(bucket))
 
     @torch.no_grad()
-    def level(self, *, is_shown: bool = False) -> None:
-        """Set copies to their mean; a collective of the island.
+    def level(self, *, is_shown: bool = False) -> set[Bucket]:
+        """Set copies to their mean, and return the buckets that changed; of the whole island.
 
         Args:
             is_shown: Only the tensors, which show the consensus: not their rounding errors.
         """
+        changed: set[Bucket] = set()
         if not self._numel:
-            return
+            return changed
         mine = torch.zeros(self._numel, dtype=torch.float64, device="cpu")
         for copy, start, _ in self._copies:
             if (total := _total(copy, is_shown=is_shown)) is not None:
@@ -115,6 +123,8 @@ class RepeatedShards:
             values = torch.stack([every[rank, start : start + numel] for rank, start in holders])
             if not bool((values == values[0]).all()):
                 _set(copy, values.mean(0), is_shown=is_shown)
+                changed.add(copy.bucket)
+        return changed
 
 
 def _copies(flow: Flow) -> list[_Copy]:

@@ -14,6 +14,7 @@ from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.engine._flow import Delta, Flow
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.engine._repeated_shards import RepeatedShards
 from gossipgrad.engine._transfer import Transfer, release
 from gossipgrad.engine._waits import Waits
 from gossipgrad.errors import GossipError
@@ -105,6 +106,7 @@ class Rounds:
         exposed_seconds: Time that steps were blocked on partners.
         mixing_seconds: Time spent on snapshots and mixing.
         pair_distance: Distances to the partners of the last period.
+        repeats: Shards that other ranks of the island hold, too, if there are any.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Rounds:
         self.exposed_seconds = self.mixing_seconds = 0.0
         self.outcomes: Counter[Outcome] = Counter()
         self.pair_distance = PairDistance()
+        self.repeats: RepeatedShards | None = None
         self._rank = channel.rank
         self._partners: tuple[Schedule | None, int, Peers] = None, 0, Peers(None, None)
         self.never_waits = isinstance(mode, Stale)
@@ -216,10 +219,17 @@ class Rounds:
         """
         self._align(self.next_round)
         self._close(following)
+        self.equalize()
 
     def _close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
         self._settle(following)
         self.closed_rounds += 1
+
+    def equalize(self, following: Sequence[Transfer] = ()) -> None:
+        """Let ranks of the island that repeat a shard have equal ones, where a part was missed."""
+        if self.repeats is not None:
+            missed = self.outcomes.total() - self.outcomes[Outcome.DELIVERED]
+            self.repeats.after_mixing(missed, has_late=self.has_late, following=following)
 
     def _settle(self, following: Mapping[Flow, Transfer] | None = None) -> None:
         """Mix late parts, and those of the open round, for which a step may wait."""
@@ -311,6 +321,7 @@ class Rounds:
         island begins to gather its `flows`.
         """
         try:
+            self.equalize(transfers)
             for transfer in transfers:
                 transfer.post_all()
         except BaseException:

@@ -117,7 +117,6 @@ class Session:
     ) -> None:
         self.group, self.replica, self._island = group, replica, island
         self._gradients: IslandGradients | None = None
-        self._repeats: RepeatedShards | None = None
         self._island_address = ""
         self.schedule, self.settings = settings.schedule, settings
         self._recorder, self._heartbeats = recorder, heartbeats
@@ -311,8 +310,6 @@ class Session:
         self._check_ready("average_")
         self._averaging.enter_collective("average", self._pending_change())
         self._averaging.average(self.flows)
-        if self._repeats is not None:
-            self._repeats.level()
         if self.can_grow and self._averaging.is_any(self.replica.set_change() is not None):
             self._adopt()
         self._run.equal_at_step = self._run.steps
@@ -665,8 +662,9 @@ class Session:
         self._warn_of_load()
         if self.can_grow and not self._run.is_mid_step:
             self.replica.adopt(self.average_)
-        if self._island is not None and not self._island.is_whole and self._repeats is None:
-            self._repeats = RepeatedShards(self._island, self.flows)
+        rounds, island = self._rounds, self._island
+        if rounds is not None and island is not None and rounds.repeats is None:
+            rounds.repeats = RepeatedShards(island, self.flows)
         if self._gradients is not None and not self._run.is_mid_step:
             if torch._C._current_graph_task_id() != -1:
                 raise GossipError(
@@ -679,8 +677,6 @@ class Session:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._run.after_step(optimizer)
-        if self._repeats is not None and self._rounds is not None and not self._run.is_mid_step:
-            self._repeats.after_step(self._rounds, self._averaging.averages)
 
     def _renew(self) -> None:
         """Create the flows of the parameters as they are now; all ranks have met."""
@@ -720,8 +716,8 @@ class Session:
                 for number, (bucket, mean) in enumerate(self._averaging.means(self._weights)):
                     if is_shown:
                         bucket.show(mean, memory[number], kept)
-                if self._repeats is not None and is_shown:
-                    self._repeats.level(is_shown=True)
+                if self._rounds is not None and self._rounds.repeats is not None and is_shown:
+                    self._rounds.repeats.level(is_shown=True)
                 self._in_consensus, self._kept = True, kept
                 yield
             finally:
@@ -762,7 +758,8 @@ class Session:
         flows = self._make_flows()
         if self._island is not None:
             self._island.use(flows)
-            self._repeats = None
+            if self._rounds is not None:
+                self._rounds.repeats = None
             if not self._island.is_whole and self._island.slices < self._island.size:
                 raise ValueError(
                     "the replica is sharded, and each rank of an island exchanges its own shards: "
