@@ -24,6 +24,7 @@ from support.replicas import network
 VARIANTS = {
     *(
         "gossip, sync",
+        "gossip, sync with momentum",
         "gossip, state",
         "gossip, bf16 wire",
         "sparsify, fixed plan",

@@ -55,6 +55,7 @@ OPTIMIZERS = {
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
+    "gossip, sync with momentum": partial(gossip, mode=gg.Sync(momentum=0.9)),
     "gossip, stale": partial(gossip, mode="stale"),
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
