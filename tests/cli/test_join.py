@@ -8,8 +8,6 @@ from gossipgrad import cli
 from gossipgrad.train import JoinConfig, JoinOutcome
 from support.commands import given
 
-OWN = "Its own are --device, --data-dir, --threads, --quiet."
-
 
 def test_a_run_to_join_and_what_is_this_machines_own():
     assert given("--join", "run") == JoinConfig(run=Path("run"))
@@ -19,21 +17,12 @@ def test_a_run_to_join_and_what_is_this_machines_own():
     )
 
 
-@pytest.mark.parametrize(
-    "option", ["--strategy", "--batch-size", "--mode", "--local-steps", "--out", "--lr", "--seed"]
-)
+@pytest.mark.parametrize("option", ["--strategy", "--local-steps", "--out", "--resume"])
 def test_options_of_the_run_are_refused(option, capsys):
     assert cli.main(["train", "--join", "run", f"{option}=1"]) == 2
-    assert capsys.readouterr().err == (
-        f"gossipgrad: error: {option} is not for --join: a worker that joins trains as the run in "
-        f"run does, by its config.json; leave {option} out. {OWN}\n"
-    )
-
-
-@pytest.mark.parametrize("option", ["--resume", "--config"])
-def test_a_run_is_joined_or_started(option, capsys):
-    assert given("--join", "a", option, "b") is None
-    assert f"{option} starts a run, and --join a takes part in one" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert option in said
+    assert "its own options are --device" in said
 
 
 @pytest.mark.parametrize(("left", "end"), [(False, "to the end of the run"), (True, "and left")])

@@ -14,7 +14,8 @@ import os
 from pathlib import Path
 import torch
 from torch import nn
-from gossipgrad.train import Job, cross_entropy
+from torch.nn.functional import cross_entropy
+from gossipgrad.train import Job
 
 class Samples(torch.utils.data.Dataset):
     targets = [row % 3 for row in range(20)]

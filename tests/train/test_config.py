@@ -43,7 +43,6 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ("momentum", {"options": {"sgd": {"momentum": 1.0}}}),
         ("warmup_epochs", {"warmup_epochs": 5, "epochs": 5}),
         ("lr_step_epochs", {"lr_schedule": "step", "lr_step_epochs": 2, "warmup_epochs": 4}),
-        ("threads", {"threads": 10**6}),
         ("lr_gamma", {"lr_gamma": 1.0}),
         ("max_staleness", {"options": {"gossip": {"max_staleness": 16}}}),
         ("patience_seconds", {"options": {"gossip": {"patience_seconds": math.inf}}}),
@@ -167,7 +166,6 @@ def test_missing_file_names_the_way_out(tmp_path):
             "payload=wei",
         ),
         ({"options": {"gossip": {"max_staleness": 3}}}, "max_staleness=3 .* mode is overlap"),
-        ({"lr_schedule": "step", "lr_step_epochs": 20}, "the rate never drops: lr_step_epochs is"),
     ],
 )
 def test_warns_of_options_without_effect(options, message):

@@ -1,10 +1,7 @@
 """Runs whose disk is full, or has damaged what was saved."""
 
 import errno
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from gossipgrad import checkpoint
 from gossipgrad.train import RunFailedError, config_of_run, run
 from support.alone import resume_alone, run_alone
 from support.launched import config
-from support.waiting import HANG_SECONDS
 
 
 def full_disk(monkeypatch, steps):
@@ -64,24 +60,3 @@ def test_a_file_that_is_damaged_on_one_rank_is_named_and_ends_the_start_on_all(t
     with pytest.raises(RunFailedError, match=rf"step {newest} cannot be resumed: .*{damaged}"):
         run(config_of_run(tmp_path))
     assert checkpoint.latest(tmp_path / "checkpoints") == newest, "nothing was removed"
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-@pytest.mark.parametrize("kilobytes", [400, 600])
-def test_a_disk_that_fills_up_takes_the_trace_and_never_the_model(kilobytes, tmp_path):
-    out = tmp_path / "disk"
-    out.mkdir()
-    size = f"size={kilobytes}k"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(out)], check=True)
-    try:
-        command = [sys.executable, "-m", "gossipgrad", "train", "--nproc", "3", "--epochs", "10"]
-        found = subprocess.run(
-            [*command, "--quiet", "--out", str(out / "run")], timeout=HANG_SECONDS
-        )
-        assert found.returncode == 0
-        assert load_file(out / "run" / "model.safetensors")
-        assert json.loads((out / "run" / "summary.json").read_text())["accuracy"] > 0.7
-    finally:
-        subprocess.run(["umount", "--lazy", str(out)], check=True)

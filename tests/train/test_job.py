@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipgrad.cli import main
 from gossipgrad.data import ShardedSampler
-from gossipgrad.train import Job, JobError, TrainConfig, check
+from gossipgrad.train import Job, JobError
 from support.alone import resume_alone, run_alone
 from support.jobs import name_job
 from support.launched import count
@@ -169,16 +169,19 @@ _TEXTS = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from gossipgrad.train import Job, cross_entropy
+from gossipgrad.train import Job
 
 class Repeat(nn.Linear):
     def forward(self, x):
         return nn.functional.one_hot(x, 5).float() + 0 * self.weight.sum()
 
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
 def job():
     x = torch.randint(5, (150, 7), generator=torch.Generator().manual_seed(0))
     texts = TensorDataset(x, torch.where(torch.arange(7) < 3, x, (x + 1) % 5))
-    return Job(model=Repeat(1, 1), train=texts, test=texts, loss=cross_entropy)
+    return Job(model=Repeat(1, 1), train=texts, test=texts, loss=loss)
 """
 
 
@@ -232,15 +235,6 @@ def _loaded() -> Job:
     return Job(
         **{name: good[name] for name in ("model", "test", "loss")}, train_loader=train_loader
     )
-
-
-def test_options_that_a_loader_decides_are_told(monkeypatch):
-    config = TrainConfig(job=name_job(monkeypatch, _loaded), batch_size=64, data_threads=4)
-    with pytest.warns(UserWarning, match="is not used") as warned:
-        check(config, 2)
-    told = [str(one.message) for one in warned]
-    assert any("batch_size=64 is not used" in one for one in told)
-    assert any("data_threads=4 is not used" in one for one in told)
 
 
 _SLOW = """

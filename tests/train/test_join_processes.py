@@ -33,7 +33,8 @@ import time
 from pathlib import Path
 import torch
 from torch import nn
-from gossipgrad.train import Job, cross_entropy
+from torch.nn.functional import cross_entropy
+from gossipgrad.train import Job
 
 class Slow(torch.utils.data.Dataset):
     '''Samples that take their time until somebody has joined.'''

@@ -11,8 +11,9 @@ from gossipgrad.train import TrainConfig, load_job
 JOB = """
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
-from gossipgrad.train import Job, cross_entropy
+from gossipgrad.train import Job
 
 def job():
     x = torch.linspace(0, 20, 40).reshape(40, 1)
@@ -51,10 +52,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import gossipgrad as gg
-from gossipgrad.train import Job, cross_entropy
+from gossipgrad.train import Job
 
 class Muon(gg.Muon):
     def step(self, closure=None):

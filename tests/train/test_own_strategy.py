@@ -26,7 +26,7 @@ class ToyConfig:
 
 
 class Toy(Strategy):
-    """Replicas of strategy local that decay, with an optimizer of its own."""
+    """Replicas of strategy local that decay."""
 
     name, help, bytes_are = "toy", "decays weights", "none"
     section, options_type = "toy", ToyConfig
@@ -40,12 +40,7 @@ class Toy(Strategy):
     def unused(self, options, setting):
         return {"every": "decay is 1"} if options.decay == 1 else {}
 
-    def make_optimizers(self, model, options, *, lr, weight_decay):
-        return [torch.optim.Adagrad(model.parameters(), lr=lr)]
-
     def build(self, replica, setting, options):
-        assert isinstance(replica.optimizers[0], torch.optim.Adagrad)
-
         @torch.no_grad()
         def decay(model, inputs):
             for parameter in model.parameters() if model.training else ():
@@ -82,8 +77,6 @@ def test_a_short_spelling_that_is_of_two_strategies_is_the_chosen_ones_or_refuse
     assert given("--every=3", "--strategy=toy").options["toy"] == ToyConfig(every=3)
     assert given("--every", "3", "--strategy", "local") is None
     assert "--gossip.every or --toy.every" in capsys.readouterr().err
-    assert given("--join", "run", "--toy.every=3") is None
-    assert "--toy.every is not for --join" in capsys.readouterr().err
 
 
 def test_it_is_checked_before_the_start():

@@ -137,12 +137,12 @@ def files_of(out):
 @pytest.mark.parametrize(
     ("name", "error"), [("rank-0000.pt", RunFailedError), ("rank-0000.json", ValueError)]
 )
-def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(tmp_path, name, error):
+def test_a_damaged_checkpoint_is_refused_by_its_name(tmp_path, name, error):
     begin(tmp_path)
     damaged = tmp_path / "checkpoints" / "step-000000023" / name
     damaged.write_bytes(damaged.read_bytes()[:-5])
     before = files_of(tmp_path)
-    with pytest.raises(error, match=rf"step-000000023/{name}.* 21"):
+    with pytest.raises(error, match=rf"step-000000023/{name}"):
         resume_alone(tmp_path, log_every=3)
     assert before.items() <= files_of(tmp_path).items(), "its options, metrics and model stay"
     assert resume_alone(tmp_path, resume_step=21).summary["steps"] == 23

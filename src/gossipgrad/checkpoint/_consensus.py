@@ -1,7 +1,6 @@
 """One model of all replicas of a checkpoint; no worker is needed for it."""
 
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 from ._layout import find, manifest_of, state_path
 from ._load import load
 from ._model import write_safetensors
-from ._save import sync_folder
 
 # After the key of the weights: the names that the model's own `state_dict()` has for them.
 _NAMES = "_names"
@@ -101,15 +99,7 @@ def export_safetensors(
         tensors = _mean(directory, whole.step, (rank,), key)
         metadata = {"replica": f"rank {rank} of {whole.world_size}"}
     metadata |= {"step": str(whole.step), "run": whole.run}
-    # Of no name that somebody else may have: a file that is there is never touched.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        write_safetensors(partial, tensors, metadata)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    write_safetensors(path, tensors, metadata)
     return path
 
 
@@ -117,82 +107,63 @@ def _mean(directory: Path, step: int, ranks: Sequence[int], key: str) -> dict[st
     """The mean of the weights of some ranks, with what rounding took away from them."""
     states = [load(directory, rank=rank, step=step, mmap=True) for rank in ranks]
     paths = [state_path(directory, step, rank) for rank in ranks]
-    parts = [_Part(path, state, key) for path, state in zip(paths, states, strict=True)]
-    for part in parts[1:]:
-        part.check_like(parts[0])
-    first = parts[0]
+    models = [_weights(path, state, key) for path, state in zip(paths, states, strict=True)]
+    first, own = models[0], set(states[0].get(key + _OWN) or ())
+    for path, weights in zip(paths, models, strict=True):
+        _check_like(path, weights, paths[0], first, own)
+    residuals = [state.get(_RESIDUALS) or {} for state in states]
     mean = {
         name: weight.clone()
-        if name in first.own
-        else _mean_of([list(part.terms(name)) for part in parts])
-        for name, weight in first.weights.items()
+        if name in own
+        else _mean_of(
+            [one[name] for one in models], [one[name] for one in residuals if name in one]
+        )
+        for name, weight in first.items()
     }
-    return {name: mean[kept] for name, kept in parts[0].names.items()}
+    names = states[0].get(key + _NAMES) or {name: name for name in mean}
+    return {name: mean[kept] for name, kept in names.items()}
 
 
-def _mean_of(terms: list[list[Tensor]]) -> Tensor:
-    """The mean over ranks of one tensor, given what is to be added up on each."""
-    first = terms[0][0]
+def _mean_of(weights: list[Tensor], residuals: list[Tensor]) -> Tensor:
+    """The mean over ranks of one tensor, summed in 64 bits."""
+    first = weights[0]
     if not (first.is_floating_point() or first.is_complex()):
         return first.clone()
     total = torch.zeros(
         first.shape, dtype=torch.complex128 if first.is_complex() else torch.float64
     )
-    for one in terms:
-        for term in one:
-            total += term
-    return total.div_(len(terms)).to(first.dtype)
+    for term in (*weights, *residuals):
+        total += term
+    return total.div_(len(weights)).to(first.dtype)
 
 
-class _Part:
-    """The weights in the state of one rank, checked."""
-
-    def __init__(self, path: Path, state: Any, key: str) -> None:
-        self.path = path
-        self.weights = self._tensors(state, key)
-        self.own = set(state.get(key + _OWN) or ())
-        self.residuals = self._tensors(state, _RESIDUALS) if state.get(_RESIDUALS) else {}
-        if unknown := sorted(set(self.residuals) - set(self.weights)):
+def _weights(path: Path, state: Any, key: str) -> dict[str, Tensor]:
+    """The weights in the state of one rank."""
+    if not isinstance(state, Mapping) or not isinstance(state.get(key), Mapping):
+        raise ValueError(f"{path} has no dict under {key!r}: say where the weights lie")
+    for name, tensor in state[key].items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{path} has {unknown[0]!r} under {_RESIDUALS!r}, but not under {key!r}"
+                f"{path} has {name!r} of type {type(tensor).__name__} under {key!r}: weights are "
+                "tensors by name"
             )
-        names = state.get(key + _NAMES) or {name: name for name in self.weights}
-        if not isinstance(names, Mapping) or not set(names.values()) <= set(self.weights):
+    return dict(state[key])
+
+
+def _check_like(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    first_path: Path,
+    first: Mapping[str, Tensor],
+    own: set[str],
+) -> None:
+    """Refuse another model than that of the lowest rank."""
+    if odd := sorted(weights.keys() ^ first.keys()):
+        raise ValueError(f"{path} has another model than {first_path}: {odd[0]!r} is in one alone")
+    for name in weights.keys() - own:
+        one, other = weights[name], first[name]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
             raise ValueError(
-                f"{path} has under {key + _NAMES!r} no dict of names to names under {key!r}"
+                f"{path} has another model than {first_path}: {name!r} is {tuple(one.shape)} of "
+                f"{one.dtype}, not {tuple(other.shape)} of {other.dtype}"
             )
-        self.names = dict(names)
-
-    def _tensors(self, state: Any, key: Any) -> dict[str, Tensor]:
-        if not isinstance(state, Mapping) or not isinstance(state.get(key), Mapping):
-            raise ValueError(f"{self.path} has no dict under {key!r}: say where the weights lie")
-        for name, tensor in state[key].items():
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise ValueError(
-                    f"{self.path} has {name!r} of type {type(tensor).__name__} under {key!r}: "
-                    "weights are tensors by name"
-                )
-        return dict(state[key])
-
-    def check_like(self, first: "_Part") -> None:
-        """Refuse another model than that of the lowest rank."""
-        if odd := sorted(set(self.weights) ^ set(first.weights)):
-            raise ValueError(
-                f"{self.path} has another model than {first.path}: {odd[0]!r} is in one alone"
-            )
-        for name, tensor in self.weights.items():
-            other = first.weights[name]
-            if name in self.own:
-                continue
-            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-                raise ValueError(
-                    f"{self.path} has another model than {first.path}: {name!r} is "
-                    f"{tuple(tensor.shape)} of {tensor.dtype}, not {tuple(other.shape)} of "
-                    f"{other.dtype}"
-                )
-
-    def terms(self, name: str) -> Iterator[Tensor]:
-        """What adds up to the exact value of a weight."""
-        yield self.weights[name]
-        if name in self.residuals:
-            yield self.residuals[name]

@@ -1,17 +1,13 @@
 """Where checkpoints lie, what a rank has committed, and which steps are complete."""
 
-import hashlib
+import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-_FORMAT = "gossipgrad-checkpoint"
-_VERSION = 3
 _STEP = re.compile(r"step-(\d{9,})")
 _FILE = re.compile(r"rank-(\d{4,})\.(pt|json)(\.partial)?")
 
@@ -33,8 +29,6 @@ class Manifest:
     """Living ranks, ascending: a checkpoint is complete when all of them have committed it. Those
     that joined have numbers from `world_size` on."""
     step: int
-    size_bytes: int = 0
-    """Of the file of the state."""
     sha256: str = ""
     """Of the file of the state, in hexadecimal."""
 
@@ -54,20 +48,13 @@ class Manifest:
             raise ValueError(f"rank {self.rank} is not among members {list(self.members)}")
 
     def text(self) -> str:
-        """The manifest as it is written, with a digest of itself."""
-        value: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
-        value |= {field.name: getattr(self, field.name) for field in fields(self)}
-        return json.dumps({**value, "digest": _digest(value)}, indent=1) + "\n"
+        """The manifest as it is written."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @property
     def common(self) -> tuple[str, int, tuple[int, ...]]:
         """What the parts of one checkpoint have in common."""
         return self.run, self.world_size, self.members
-
-
-def _digest(value: Mapping[str, Any]) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -106,86 +93,52 @@ def own_files(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in found if match]
 
 
-def read_manifest(directory: Path, step: int, rank: int) -> Manifest:
-    """Read the manifest of a rank's part of a step."""
+def read_manifest(directory: Path, step: int, rank: int) -> Manifest | None:
+    """Read the manifest of a rank's part of a step; None if there is none."""
     path = manifest_path(directory, step, rank)
     try:
         value = json.loads(path.read_text("utf-8"))
+        read = Manifest(**value | {"members": tuple(value["members"])})
     except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict) or value.get("format") != _FORMAT:
-        raise ValueError(f"{path} is not of the format {_FORMAT}")
-    if value.get("version") != _VERSION:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is of checkpoint format {value.get('version')!r}, and this version of "
-            f"gossipgrad reads format {_VERSION} alone: continue with the version that wrote it, "
-            "or export the model there and begin with those weights here"
-        )
-    digest = value.pop("digest", None)
-    if digest != _digest(value):
-        raise ValueError(f"{path} was changed or damaged: its digest does not fit")
-    try:
-        values = {field.name: value[field.name] for field in fields(Manifest)}
-        read = Manifest(**values | {"members": tuple(values["members"])})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a manifest: {error}") from error
+            f"{path} is damaged, it is no manifest ({error}): remove {path.parent} to go back to "
+            "the step before"
+        ) from error
     if (read.rank, read.step) != (rank, step):
         raise ValueError(
             f"{path} was written by rank {read.rank} at step {read.step}: files cannot be moved "
-            "from one rank or step to another"
+            f"from one rank or step to another. Remove {path.parent} to go back to the step before"
         )
     return read
 
 
-class Step:
-    """What there is of one step: readable manifests by rank, and why others cannot be read."""
+def _manifests(directory: Path, step: int) -> dict[int, Manifest]:
+    """What ranks have committed of a step."""
+    ranks = [r for r, path in own_files(step_folder(directory, step)) if path.suffix == ".json"]
+    read = {rank: read_manifest(directory, step, rank) for rank in ranks}
+    return {rank: manifest for rank, manifest in read.items() if manifest is not None}
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self.step = step
-        self.manifests: dict[int, Manifest] = {}
-        self.damaged: dict[int, str] = {}
-        for rank, path in own_files(step_folder(directory, step)):
-            if path.suffix != ".json":
-                continue
-            try:
-                self.manifests[rank] = read_manifest(directory, step, rank)
-            except FileNotFoundError:
-                continue  # removed by its rank just now
-            except ValueError as error:
-                self.damaged[rank] = str(error)
 
-    def complete(self, run: str | None = None) -> Manifest | None:
-        """A manifest of the checkpoint that all its members have committed, if there is one."""
-        whole = [m for m in self._candidates(run) if not self._missing(m)]
-        return max(whole, key=lambda one: len(one.members), default=None)
+def _missing(one: Manifest, manifests: dict[int, Manifest]) -> list[int]:
+    """Members that have not committed the same checkpoint."""
+    return [
+        rank
+        for rank in one.members
+        if rank not in manifests or manifests[rank].common != one.common
+    ]
 
-    def lacks(self, run: str | None = None) -> str:
-        """Why it is not complete: `lacks rank 1, 3`."""
-        candidates = self._candidates(run)
-        if not candidates:
-            other = next(iter(self.manifests.values()), None)
-            reason = "has no readable manifest" if other is None else f"is of run {other.run!r}"
-        else:
-            missing = min(map(self._missing, candidates), key=len)
-            reason = f"lacks rank {', '.join(map(str, missing))}"
-        return "; ".join([reason, *self.damaged.values()])
 
-    def _candidates(self, run: str | None) -> list[Manifest]:
-        found = {m.common: m for m in self.manifests.values()}
-        return [one for one in found.values() if run in (None, one.run)]
-
-    def _missing(self, one: Manifest) -> list[int]:
-        there = self.manifests
-        return [r for r in one.members if r not in there or there[r].common != one.common]
+def _complete(directory: Path, step: int, run: str | None) -> Manifest | None:
+    """A manifest of the checkpoint that all its members have committed, if there is one."""
+    manifests = _manifests(directory, step)
+    whole = [m for m in manifests.values() if run in (None, m.run) and not _missing(m, manifests)]
+    return max(whole, key=lambda one: len(one.members), default=None)
 
 
 def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | None:
     """Return the newest step that all its ranks have committed; local, reads manifests only.
-
-    A newer step of which a manifest cannot be read is passed over. `load` without a step refuses
-    that, and names the file.
 
     Args:
         directory: Where checkpoints lie, on a file system that all ranks share.
@@ -193,6 +146,9 @@ def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | N
 
     Returns:
         The step; None if no step is complete, or the directory does not exist.
+
+    Raises:
+        ValueError: A manifest is damaged; the message names it.
 
     Example:
         >>> latest("nowhere") is None
@@ -204,8 +160,8 @@ def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | N
 def steps(directory: str | PathLike[str], *, run: str | None = None) -> list[int]:
     """Return the steps that all their ranks have committed, in order; as `latest`."""
     directory = Path(directory)
-    found = [Step(directory, step) for step, _ in step_folders(directory)]
-    return [one.step for one in found if one.complete(run) is not None]
+    found = [step for step, _ in step_folders(directory)]
+    return [step for step in found if _complete(directory, step, run) is not None]
 
 
 def find(
@@ -221,28 +177,26 @@ def find(
         run: Of this run only; None: of any.
 
     Raises:
-        ValueError: There is none, with what it lacks; or with no step, a newer one has a manifest
-            that cannot be read: it may have been complete, so going back must be a decision.
+        ValueError: There is none, with what it lacks; or a manifest is damaged.
     """
     directory = Path(directory)
-    found = [Step(directory, one) for one, _ in step_folders(directory)]
-    if step is not None:
-        found = [one for one in found if one.step == step]
-    complete = describe_complete(directory, run)
+    found = [one for one, _ in step_folders(directory) if step in (None, one)]
     for one in reversed(found):
-        if (whole := one.complete(run)) is not None:
+        if (whole := _complete(directory, one, run)) is not None:
             return whole
-        if step is None and one.damaged and steps(directory, run=run):
-            raise ValueError(
-                f"{'; '.join(one.damaged.values())}. That is of step {one.step}, newer than any "
-                f"complete one: name a step to go back to; {complete}"
-            )
     what = "" if step is None else f" of step {step}"
     if not found:
-        raise ValueError(f"there is no checkpoint{what} in {directory}; {complete}")
+        raise ValueError(
+            f"there is no checkpoint{what} in {directory}; {describe_complete(directory, run)}"
+        )
+    manifests = _manifests(directory, found[-1])
+    lacking = [_missing(m, manifests) for m in manifests.values() if run in (None, m.run)]
+    lacks = "has no part of this run"
+    if lacking:
+        lacks = f"lacks rank {', '.join(map(str, min(lacking, key=len)))}"
     raise ValueError(
-        f"no checkpoint{what} in {directory} is complete: step {found[-1].step} "
-        f"{found[-1].lacks(run)}; {complete}"
+        f"no checkpoint{what} in {directory} is complete: step {found[-1]} {lacks}; "
+        f"{describe_complete(directory, run)}"
     )
 
 
@@ -257,15 +211,12 @@ def manifest_of(directory: Path, rank: int, step: int | None, run: str | None) -
                 f"ranks {', '.join(map(str, whole.members))}: load one of those, or name a step"
             )
     path = manifest_path(directory, step, rank)
-    try:
-        read = read_manifest(directory, step, rank)
-    except FileNotFoundError:
+    read = read_manifest(directory, step, rank)
+    if read is None:
         raise ValueError(
             f"{path} does not exist: rank {rank} has not committed step {step}; "
             f"{describe_complete(directory)}"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{error}; {describe_complete(directory)}") from error
+        )
     if run not in (None, read.run):
         raise ValueError(
             f"{path} is of another run, {read.run!r}, not of {run!r}: name the directory of the "

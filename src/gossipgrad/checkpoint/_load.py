@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._layout import Manifest, describe_complete, manifest_of, state_path
+from ._layout import describe_complete, manifest_of, state_path
 
 
 def load(
@@ -22,9 +22,9 @@ def load(
 ) -> Any:
     """Load the state that a rank has saved.
 
-    Local. Size and digest of the file are checked first, it is read by
-    `torch.load(weights_only=True)`, and what was not committed is never read. The digest finds
-    damage and mix-ups; who can write to the directory can write other numbers, but no code.
+    Local. The digest of the file is checked first, it is read by `torch.load(weights_only=True)`,
+    and what was not committed is never read. The digest finds damage and mix-ups; who can write to
+    the directory can write other numbers, but no code.
 
     Args:
         directory: Where checkpoints lie.
@@ -39,9 +39,8 @@ def load(
         What `save` was given, with plain tensors on the CPU.
 
     Raises:
-        ValueError: There is no such checkpoint, or a file of it is missing, truncated, damaged,
-            or of another rank, step, run, format or version; the message names the file, and
-            other steps that are complete.
+        ValueError: There is no such checkpoint, or a file of it is missing, damaged, or of
+            another rank, step or run; the message names the file.
     """
     directory = Path(directory)
     found = manifest_of(directory, rank, step, run)
@@ -52,23 +51,12 @@ def load(
             "ranks, or start from the consensus, which is one for all"
         )
     try:
-        return _read(path, found, mmap=mmap)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{error}; {describe_complete(directory)}") from error
-
-
-def _read(path: Path, found: Manifest, *, mmap: bool) -> Any:
-    """The state in a file, once it is what the manifest says."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing, or is not a file")
-    size_bytes = path.stat().st_size
-    if size_bytes != found.size_bytes:
-        raise ValueError(f"{path} has {size_bytes:,} bytes, but {found.size_bytes:,} were saved")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != found.sha256:
-        raise ValueError(f"{path} was changed or damaged: its digest does not fit")
-    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != found.sha256:
+            raise ValueError("it was changed or damaged, its digest does not fit")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; {describe_complete(directory)}"
+        ) from error

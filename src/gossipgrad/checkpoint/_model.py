@@ -13,21 +13,19 @@ from torch import Tensor, nn
 
 from gossipgrad.comm import saved_tensors
 
+from ._save import sync_folder
 
-def model_tensors(model: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of `model.state_dict()` by name, for `model.load_state_dict()`.
 
-    Tied weights stand under each of their names, non-persistent buffers under none. What
-    `get_extra_state` returns is left out, and hooks of `state_dict` are not called.
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the tensors of `model.state_dict()` by name, contiguous in host memory.
+
+    Tied weights stand under each of their names as one tensor, non-persistent buffers under none.
+    What `get_extra_state` returns is left out, and hooks of `state_dict` are not called.
 
     Args:
         model: The model, on any device.
-        copy: Whether to return contiguous copies in host memory, one of each tensor. Otherwise
-            tensors share memory with the model.
     """
     tensors = saved_tensors(model)
-    if not copy:
-        return tensors
     copies: dict[int, Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in copies:
@@ -38,36 +36,25 @@ def model_tensors(model: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file and wait until it is on the disk.
-
-    A file that exists is removed first: safetensors writes beside it, and it may be there to
-    reserve the space.
+    """Write a safetensors file beside its name, wait until it is on the disk, and rename it.
 
     Raises:
         ValueError: safetensors files do not hold the type of a tensor.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; one that was there stays.
     """
-    check_types(tensors)
-    path.unlink(missing_ok=True)
+    _check_types(tensors)
+    partial = path.with_name(f"{path.name}.partial")
     try:
-        save_file(_apart(tensors), path, {"format": "pt", **(metadata or {})})
+        save_file(_apart(tensors), partial, {"format": "pt", **(metadata or {})})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
     except SafetensorError as error:  # an error of the operating system, as text
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def check_types(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that safetensors files do not hold; for a dry run before training."""
-    by_type = {tensor.dtype: name for name, tensor in tensors.items()}
-    for kind, name in by_type.items():
-        try:
-            save({name: torch.empty(0, dtype=kind)})
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{name!r} is of {kind}, which safetensors files do not hold"
-            ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def try_to_write(model: nn.Module) -> None:
@@ -76,7 +63,18 @@ def try_to_write(model: nn.Module) -> None:
     Raises:
         ValueError: safetensors files do not hold the type of a tensor.
     """
-    check_types(model_tensors(model, copy=False))
+    _check_types(saved_tensors(model))
+
+
+def _check_types(tensors: Mapping[str, Tensor]) -> None:
+    by_type = {tensor.dtype: name for name, tensor in tensors.items()}
+    for kind, name in by_type.items():
+        try:
+            save({name: torch.empty(0, dtype=kind)})
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"{name!r} is of {kind}, which safetensors files do not hold"
+            ) from error
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

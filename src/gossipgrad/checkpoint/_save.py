@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -82,24 +82,10 @@ def save(
     """
     check_keep(keep)
     part = part_of(rank, world_size, step, run=run, members=members)
-    written = commit(Path(directory), copied(state), part, keep=keep)
-    if written.not_removed is not None:
-        warn(describe_not_removed(written))
-    return written.path
-
-
-class Written(NamedTuple):
-    """What a save has done."""
-
-    path: Path
-    size_bytes: int
-    not_removed: str | None
-    """What went wrong after the commit: mostly an old file that could not be removed."""
-
-
-def describe_not_removed(written: Written) -> str:
-    """The warning about it."""
-    return f"{written.path} is saved, but not all went well after it: {written.not_removed}"
+    problem = commit(Path(directory), copied(state), part, keep=keep)
+    if problem is not None:
+        warn(problem)
+    return state_path(Path(directory), step, rank)
 
 
 def part_of(
@@ -164,50 +150,29 @@ def refuse(value: object, where: str) -> Any:
     )
 
 
-class _HashingFile:
-    """A file that counts and digests what is written into it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sha256, self.size_bytes = file, hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, chunk: Any) -> int:
-        view = memoryview(chunk).cast("B")
-        try:
-            self._file.write(view)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sha256.update(view)
-        self.size_bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def write_whole(path: Path, write: Callable[[Any], object]) -> tuple[int, str]:
-    """Write a file beside its name, wait until it is on the disk, rename it; size and digest."""
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> str:
+    """Write a file beside its name, wait until it is on the disk, rename it; its SHA-256."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # what a kill has left; never written through a link
     try:
-        with partial.open("xb") as file:
-            hashing = _HashingFile(file)
+        with partial.open("x+b") as file:
             try:
-                write(hashing)
-            except RuntimeError:
+                write(file)
+            except RuntimeError as error:
                 # torch.save hides why it could not write behind a message about positions.
-                if hashing.error is not None:
-                    raise hashing.error from None
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
                 raise
             file.flush()
             os.fsync(file.fileno())
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-    return hashing.size_bytes, hashing.sha256.hexdigest()
+    return digest
 
 
 def sync_folder(folder: Path) -> None:
@@ -222,19 +187,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def commit(directory: Path, state: object, part: Manifest, *, keep: int | None) -> Written:
-    """Write a state and its manifest, then remove what is old."""
+def commit(directory: Path, state: object, part: Manifest, *, keep: int | None) -> str | None:
+    """Write a state and its manifest, then remove what is old; returns what went wrong after it."""
     refuse_occupied(directory, part)
     folder = step_folder(directory, part.step)
     if folder.is_symlink():
         raise ValueError(f"{folder} is a symbolic link: remove it, or save into another directory")
-    new = [folder, *(path for path in (directory, *directory.parents) if not path.exists())]
     folder.mkdir(parents=True, exist_ok=True)
     path = state_path(directory, part.step, part.rank)
     manifest = manifest_path(directory, part.step, part.rank)
     try:
-        size_bytes, digest = write_whole(path, lambda file: torch.save(state, file))
-        done = dataclasses.replace(part, size_bytes=size_bytes, sha256=digest)
+        digest = write_whole(path, lambda file: torch.save(state, file))
+        done = dataclasses.replace(part, sha256=digest)
         write_whole(manifest, lambda file: file.write(done.text().encode()))
     except BaseException:
         if not manifest.exists():
@@ -242,25 +206,19 @@ def commit(directory: Path, state: object, part: Manifest, *, keep: int | None) 
                 path.unlink(missing_ok=True)
         raise
     try:  # it is committed: from here on an error is a message
-        for one in {*new, *(one.parent for one in new), folder}:
+        for one in (folder, directory, directory.absolute().parent):
             sync_folder(one)
         if keep is not None:
             prune(directory, part, keep=keep)
-    except OSError as error:
-        return Written(path, size_bytes, f"{error.filename or folder}: {error.strerror or error}")
-    return Written(path, size_bytes, None)
+    except (OSError, ValueError) as error:
+        return f"{path} is saved, but not all went well after it: {error}"
+    return None
 
 
 def refuse_occupied(directory: Path, part: Manifest) -> None:
     """Refuse a directory of another run, or one where this rank is as far or further."""
     for step, _ in reversed(step_folders(directory)):
-        try:
-            found = read_manifest(directory, step, part.rank)
-        except FileNotFoundError:
-            continue
-        except ValueError:
-            if step >= part.step:
-                raise
+        if (found := read_manifest(directory, step, part.rank)) is None:
             continue
         path = manifest_path(directory, step, part.rank)
         if found.run != part.run:

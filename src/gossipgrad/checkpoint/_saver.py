@@ -1,8 +1,7 @@
 """Saves in the background: training waits for a copy in memory, and for nothing else."""
 
-import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -14,15 +13,7 @@ from torch import Tensor
 from gossipgrad._messages import warn
 
 from ._layout import Manifest
-from ._save import (
-    Written,
-    check_keep,
-    commit,
-    copied,
-    describe_not_removed,
-    part_of,
-    refuse_occupied,
-)
+from ._save import check_keep, commit, copied, part_of, refuse_occupied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +26,6 @@ class SaverStats:
     """States not taken, since one was being written."""
     failed: int = 0
     """States that could not be written."""
-    last_step: int | None = None
-    """Of the last state that is on the disk."""
-    held_seconds: float = 0.0
-    """How long the caller waited in `save`, in all."""
-    write_seconds: float = 0.0
-    """How long writing took in the background, in all."""
-    size_bytes: int = 0
-    """Of the last state on the disk."""
 
 
 class Saver:
@@ -99,7 +82,9 @@ class Saver:
         refuse_occupied(self.directory, self._part(2**62, (rank,)))
         self._keep, self._tell = keep, tell
         self._buffers: list[Tensor] = []
-        self._write: _Write | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="gossipgrad-checkpoint")
+        self._write: Future[str | None] | None = None
+        self._writing = 0  # the step that it is of
         self._error: Exception | None = None
         self._said: set[str] = set()
         self._closed = False
@@ -130,18 +115,30 @@ class Saver:
             ValueError: The state holds something that cannot be written, an argument is
                 impossible, or the saver is closed.
         """
-        start = time.perf_counter()
+        if self._closed:
+            raise ValueError("this saver is closed: make another one")
+        part = self._part(step, members)
+        if not self.wait(wait_seconds):
+            self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
+            self._say_once(
+                "skipped",
+                f"the checkpoint of step {step} is skipped, since that of step {self._writing} is "
+                "still being written: save less often, or to a faster disk. (Said once; stats() "
+                "counts.)",
+            )
+            return False
         try:
-            if self._closed:
-                raise ValueError("this saver is closed: make another one")
-            part = self._part(step, members)
-            if not self.wait(wait_seconds):
-                self._skip(step)
-                return False
-            return self._take(state, part)
-        finally:
-            held = self._stats.held_seconds + time.perf_counter() - start
-            self._stats = replace(self._stats, held_seconds=held)
+            copy = _Copies(self._buffers)
+            tree = copied(state, copy)
+            copy.finish()
+        except (MemoryError, RuntimeError) as error:  # no memory
+            self._buffers = []
+            self._fail(error)
+            self.wait(0.0)
+            return False
+        self._buffers, self._error, self._writing = copy.made, None, step
+        self._write = self._writer.submit(commit, self.directory, tree, part, keep=self._keep)
+        return True
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until nothing is being written; returns whether that is so.
@@ -152,7 +149,7 @@ class Saver:
         if timeout_seconds < 0:
             raise ValueError(f"cannot wait {timeout_seconds} seconds: give 0 or more")
         if self._write is not None:
-            self._write.thread.join(timeout_seconds)
+            wait([self._write], timeout_seconds)
         self._collect()
         if self._error is not None:
             self._say_once(
@@ -176,13 +173,14 @@ class Saver:
         self._closed = True
         done = self.wait(timeout_seconds)
         self._buffers = []
+        self._writer.shutdown(wait=False)
         if self._write is not None:
-            step, self._write = self._write.part.step, None
+            self._write = None
             self._fail(TimeoutError(f"not on the disk after {timeout_seconds:g} s"))
             self._say_once(
                 "late",
-                f"the checkpoint of step {step} was not on the disk {timeout_seconds:g} s after "
-                "the end: it may come, and the previous one stays",
+                f"the checkpoint of step {self._writing} was not on the disk {timeout_seconds:g} s "
+                "after the end: it may come, and the previous one stays",
             )
         return done and self._error is None
 
@@ -211,56 +209,22 @@ class Saver:
     def _part(self, step: int, members: Sequence[int] | None) -> Manifest:
         return part_of(self._rank, self._world_size, step, run=self._run, members=members)
 
-    def _take(self, state: object, part: Manifest) -> bool:
-        try:
-            copy = _Copies(self._buffers)
-            tree = copied(state, copy)
-            copy.finish()
-            self._buffers = copy.made
-            self._write = _Write(self.directory, tree, part, keep=self._keep)
-        except (MemoryError, RuntimeError) as error:  # no memory, or no thread
-            self._buffers = []
-            self._fail(error)
-            self.wait(0.0)
-            return False
-        self._error = None
-        return True
-
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._stats = replace(self._stats, failed=self._stats.failed + 1)
 
-    def _skip(self, step: int) -> None:
-        assert self._write is not None
-        self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
-        self._say_once(
-            "skipped",
-            f"the checkpoint of step {step} is skipped, since that of step "
-            f"{self._write.part.step} is still being written after "
-            f"{time.perf_counter() - self._write.start:.1f} s: save less often, or to a faster "
-            "disk. (Said once; stats() counts.)",
-        )
-
     def _collect(self) -> None:
         """Take over what the thread has done, if it has ended."""
-        write = self._write
-        if write is None or write.thread.is_alive():
+        if self._write is None or not self._write.done():
             return
-        self._write = None
-        seconds = self._stats.write_seconds + write.seconds
-        self._stats = replace(self._stats, write_seconds=seconds)
-        if write.written is None:
-            assert write.error is not None
-            self._fail(write.error)
+        write, self._write = self._write, None
+        error = write.exception()
+        if isinstance(error, Exception):
+            self._fail(error)
             return
-        self._stats = replace(
-            self._stats,
-            saved=self._stats.saved + 1,
-            last_step=write.part.step,
-            size_bytes=write.written.size_bytes,
-        )
-        if write.written.not_removed is not None:
-            self._say_once("not removed", f"{describe_not_removed(write.written)}. (Said once.)")
+        self._stats = replace(self._stats, saved=self._stats.saved + 1)
+        if (problem := write.result()) is not None:
+            self._say_once("not removed", f"{problem}. (Said once.)")
 
     def _say_once(self, what: str, text: str) -> None:
         if what in self._said:
@@ -270,29 +234,6 @@ class Saver:
             warn(text)
         else:
             self._tell(text)
-
-
-class _Write:
-    """A thread that writes one state; `written` and `error` are set when it has ended."""
-
-    def __init__(self, directory: Path, state: object, part: Manifest, *, keep: int | None) -> None:
-        self.part = part
-        self.written: Written | None = None
-        self.error: Exception | None = None
-        self.seconds = 0.0
-        self.start = time.perf_counter()
-
-        def write() -> None:
-            try:
-                self.written = commit(directory, state, part, keep=keep)
-            except Exception as error:
-                self.error = error
-            finally:
-                self.seconds = time.perf_counter() - self.start
-
-        # Not a daemon: a process that ends without `close` still has its last checkpoint.
-        self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint")
-        self.thread.start()
 
 
 class _Copies:

@@ -6,7 +6,7 @@ import signal
 import warnings
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -29,10 +29,6 @@ from gossipgrad.train import (
 from . import _launch
 from ._output import parse as parse_options
 from ._train_help import short_help
-
-# What a worker that joins may have otherwise than the run.
-_OF_A_JOINER = ("device", "data-dir", "threads", "quiet")
-
 
 _STRATEGY = tyro.conf.arg(
     metavar=f"{{{','.join(STRATEGIES)}}}",
@@ -151,49 +147,30 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see `gossipgrad train --help`")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinOptions:
+    """What a worker that joins may have otherwise than the run."""
+
+    join: Path
+    device: Literal["cpu", "cuda", "auto"] | None = None
+    data_dir: Path | None = None
+    threads: int | None = None
+    quiet: bool = False
+
+
 def parse_join(arguments: list[str]) -> JoinConfig | None:
     """What a command line with `--join` means, None for one without."""
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    if "--join" not in names or {"-h", "--help"} & {*names}:
+    if "--join" not in {argument.partition("=")[0] for argument in arguments}:
         return None
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--join", action="append", default=[])
-    runs = first.parse_known_args(arguments)[0].join
-    if len(runs) > 1:
+    try:
+        found = parse_options(JoinOptions, arguments, "train")
+    except ValueError as error:
         raise ValueError(
-            f"--join is given {len(runs)} times ({', '.join(runs)}), but workers join one run: "
-            "start the command once for each."
-        )
-    known = {*_names(TrainOptions), *_sections_by_name()} - {"config", "join"}
-    sections = [section.replace("_", "-") for section in options_by_section()]
-    for name in names:
-        if name in ("--config", "--resume", "--resume-step"):
-            raise ValueError(
-                f"{name} starts a run, and --join {runs[0]} takes part in one that is training: "
-                f"leave {name} out, or --join."
-            )
-        option = name.removeprefix("--").removeprefix("no-")
-        is_known = option in known or option.partition(".")[0] in sections
-        if name == "--nproc":
-            raise ValueError(
-                "--nproc is not for --join, which starts one worker: start the command once for "
-                "each, and leave --nproc out."
-            )
-        if name.startswith("--") and is_known and option not in _OF_A_JOINER:
-            raise ValueError(
-                f"{name} is not for --join: a worker that joins trains as the run in {runs[0]} "
-                f"does, by its config.json; leave {name} out. Its own are "
-                f"{', '.join(f'--{one}' for one in _OF_A_JOINER)}."
-            )
-    options = _parse(arguments, TrainOptions())
-    assert options.join is not None
-    return JoinConfig(
-        run=options.join,
-        device=options.device if "--device" in names else None,
-        data_dir=options.data_dir,
-        threads=options.threads if "--threads" in names else None,
-        quiet=options.quiet,
-    )
+            f"{error}. A worker that joins trains as the run does; its own options are --device, "
+            "--data-dir, --threads and --quiet"
+        ) from None
+    own = {name: getattr(found, name) for name in ("device", "data_dir", "threads", "quiet")}
+    return JoinConfig(run=found.join, **own)
 
 
 def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:

@@ -12,7 +12,6 @@ from ._join import join_run as join_run
 from ._models import MLP as MLP
 from ._models import LeNet as LeNet
 from ._models import build_model as build_model
-from ._models import cross_entropy as cross_entropy
 from ._optimizer_options import SecondOrderConfig as SecondOrderConfig
 from ._optimizer_options import SGDConfig as SGDConfig
 from ._progress import show_metric as show_metric

@@ -6,8 +6,6 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 from gossipgrad import data
 from gossipgrad.comm import check_secret
 from gossipgrad.data import TensorSamples
@@ -17,13 +15,8 @@ from ._device import check_device, find_device, with_island
 from ._job import Job
 from ._loggers import check_loggers
 from ._optimizer_options import SECTIONS
-from ._optimizers import make_optimizers, muon_share
+from ._optimizers import make_optimizers
 from ._tasks import load_job
-
-# What the user's own loader decides.
-_OF_A_LOADER = dict.fromkeys(("batch_size", "data_threads"), "Job.train_loader makes the batches")
-# Below it Muon is there in name alone.
-_LEAST_MUON_SHARE = 0.1
 
 
 def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) -> None:
@@ -49,7 +42,6 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
             "other island is there to gossip with.",
             stacklevel=2,
         )
-    resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
         data.prepare(config.data, config.data_dir)
     job, name = load_job(config), f"--job {config.job}" if config.job else config.data
@@ -60,7 +52,7 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
                 process.submit(_try_out, config).result()
         else:
             _try_out(config, job)
-    _warn_of_idle_muon(config, make_optimizers(resolved, job.model, job))
+    make_optimizers(config.resolved(nproc=world_size, out=Path()), job.model, job)
     num_samples, in_memory, has_labels = world_size, False, False
     if job.train_loader is None:
         train = job.train_samples()
@@ -71,17 +63,9 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
             f"shuffle is {config.shuffle}, but the loader of {name} assigns the samples: leave "
             "--shuffle out."
         )
-    else:
-        config.warn_of_unused(_OF_A_LOADER)
     if own := job.optimizer is not None:
         _warn_of_own_optimizer(config)
     steps = config.total_steps(job.epoch_batches(config.step_samples, world_size))
-    if config.max_steps is not None and config.max_steps > steps:
-        warnings.warn(
-            f"max_steps={config.max_steps} is not reached: {config.epochs} epochs have {steps} "
-            "steps; give more --epochs.",
-            stacklevel=2,
-        )
     setting = config.setting(world_size, total_steps=steps, has_own_optimizer=own)
     config.traits.check(config.strategy_options, setting)
     if num_samples < world_size:
@@ -106,17 +90,6 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
 def _try_out(config: TrainConfig, job: Job | None = None) -> None:
     job = load_job(config) if job is None else job
     job.try_out(config.batch_size, find_device(config, rank=0))
-
-
-def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:
-    trained, total = muon_share(optimizers)
-    if config.optimizer == "muon" and trained < _LEAST_MUON_SHARE * total:
-        warnings.warn(
-            f"optimizer is muon, but of the {total:,} parameters of the model Muon "
-            f"trains {trained:,}, and AdamW the others: torch's Muon takes matrices of hidden "
-            "linear layers alone. Use --optimizer adamw.",
-            stacklevel=3,
-        )
 
 
 def _warn_of_own_optimizer(config: TrainConfig) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import platform
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +35,6 @@ DEFAULT_LR = {
     "kl-shampoo": 3e-3,
     "shampoo": 1e-3,
 }
-_MOST_THREADS = 1024
 # What config.json holds beside the options.
 _NOTES = ("strategy_is", "unused", "versions")
 _PATHS = ("out", "data_dir", "resume")
@@ -61,9 +59,9 @@ class TrainConfig:
     optimizer: Literal["sgd", "adamw", "gossip-adamw", "muon", "soap", "kl-shampoo", "shampoo"] = (
         "sgd"
     )
-    """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
-    for all else (convolutions, embeddings, heads, biases and norms). soap, kl-shampoo, shampoo:
-    preconditioned by second-order statistics, AdamW for embeddings, biases and norms."""
+    """Optimizer, the same on every rank. muon: `gossipgrad.Muon`, with AdamW for embeddings, heads,
+    biases and norms. soap, kl-shampoo, shampoo: preconditioned by second-order statistics, AdamW
+    for embeddings, biases and norms."""
     epochs: int = 20
     """Passes over the training part, each rank over its share."""
     max_steps: int | None = None
@@ -185,12 +183,6 @@ class TrainConfig:
         counts = ("seed", "trace", "data_threads", "warmup_epochs")
         check_at_least(self, 0, "weight_decay", *counts, *times)
         check_rule(self, "finite", lambda value: value < math.inf, "weight_decay", *times)
-        check_rule(
-            self,
-            f"at most {_MOST_THREADS}: more threads than a rank has cores wait for each other",
-            lambda value: value <= _MOST_THREADS,
-            *("threads", "data_threads"),
-        )
         positive = ("lr", "lost_after_seconds", "clip_norm")
         check_rule(self, "above 0 and finite", lambda value: 0 < value < math.inf, *positive)
         shares = ("lr_gamma", "apoptosis")
@@ -207,34 +199,26 @@ class TrainConfig:
                 f"{self.warmup_epochs}: drops count from the start of the run, and the rate would "
                 "fall as soon as it has risen. Warm up for fewer epochs, or drop later."
             )
-        if self.apoptosis is not None:
-            self._check_apoptosis(self.apoptosis)
-        if self.island != 1:
-            self._check_island()
-        if self.resume_step is not None and self.resume is None:
+        if self.apoptosis is not None and self.optimizer in SECOND_ORDER:
             raise ValueError(
-                f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
-                "--resume."
+                f"apoptosis is {self.apoptosis}, and the state of optimizer {self.optimizer} "
+                "cannot shrink: use sgd, adamw or muon."
             )
-
-    def _check_apoptosis(self, budget: float) -> None:
-        if self.optimizer in SECOND_ORDER:
-            raise ValueError(
-                f"apoptosis is {budget}, and the state of optimizer {self.optimizer} cannot "
-                "shrink: use sgd, adamw or muon."
-            )
-
-    def _check_island(self) -> None:
-        if not self.traits.has_islands:
+        if self.island != 1 and not self.traits.has_islands:
             can = " or ".join(one.name for one in STRATEGIES.values() if one.has_islands)
             raise ValueError(
                 f"island is {self.island}, and strategy {self.strategy} has no islands: use "
                 f"--strategy {can}, or leave --island out."
             )
-        if self.apoptosis is not None:
+        if self.island != 1 and self.apoptosis is not None:
             raise ValueError(
                 f"island is {self.island}, and layers of islands cannot shrink: leave --apoptosis "
                 "or --island out."
+            )
+        if self.resume_step is not None and self.resume is None:
+            raise ValueError(
+                f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
+                "--resume."
             )
 
     @property
@@ -342,24 +326,13 @@ class TrainConfig:
             unused.append(("", "data_threads", "shuffle is ring, and rows lie in memory"))
         return unused
 
-    def warn_of_unused(self, more: Mapping[str, str] | None = None) -> None:
-        """Warn of options that differ from their defaults and that this run does not use.
-
-        Args:
-            more: Options that the job does not use, and why, in place of those of the run.
-        """
-        unused = self._unused() if more is None else [("", *one) for one in more.items()]
-        for section, name, why in unused:
+    def warn_of_unused(self) -> None:
+        """Warn of options that differ from their defaults and that this run does not use."""
+        for section, name, why in self._unused():
             owner = self.options[section] if section else self
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
                 warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
-        if more is None and self.lr_schedule == "step" and self._step_epochs >= self.epochs:
-            warnings.warn(
-                f"lr_schedule is step, but the rate never drops: lr_step_epochs is "
-                f"{self._step_epochs} and epochs is {self.epochs}. Make lr_step_epochs less.",
-                stacklevel=2,
-            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""

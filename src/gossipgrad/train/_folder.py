@@ -1,21 +1,17 @@
 """The folder of a run: its files, who holds it, and whether all ranks see the same one."""
 
-import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch import Tensor, nn
-
 from gossipgrad import checkpoint
-from gossipgrad.checkpoint import model_tensors, write_safetensors
-from gossipgrad.errors import GossipError
 
 _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 # All that a run leaves in its folder, but for its lock and its checkpoints.
@@ -35,9 +31,6 @@ _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 1.0
 # A network file system may show a new file to other machines after a while.
 _VISIBLE_SECONDS = 15.0
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# What a file of a model has beside the values: less than this a tensor, and once more.
-_HEADER_BYTES = 1024
 
 
 class RunDir:
@@ -291,30 +284,6 @@ def is_held(path: Path, *, otherwise: bool) -> bool:
         return otherwise
 
 
-class LinesFile:
-    """Appends whole lines; a part that a full disk took goes before the next line."""
-
-    def __init__(self, path: Path, offset: int | None = None) -> None:
-        is_resumed = offset is not None and path.exists()
-        # Without a buffer, which would try again what was given up, and keep on growing.
-        self._file = path.open("r+b" if is_resumed else "wb", buffering=0)
-        # A machine that broke down may have lost the end, and left a part of a line.
-        self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1 if is_resumed else 0
-        self._file.truncate(self.size_bytes)
-
-    def write(self, line: str) -> None:
-        content = f"{line}\n".encode()
-        self._file.seek(self.size_bytes)
-        self._file.truncate()
-        if self._file.write(content) < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.size_bytes += len(content)
-
-    def close(self) -> None:
-        with self._file:
-            self._file.truncate(self.size_bytes)
-
-
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text beside, wait until it is on the disk, and have it take the name of the file."""
     partial = path.with_name(path.name + ".partial")
@@ -325,36 +294,6 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     partial.replace(path)
 
 
-def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
-    """Take the space that the model of a rank will need; where that cannot be, at the end."""
-    tensors = model_tensors(model, copy=False).values()
-    size_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors) + _HEADER_BYTES
-    path, way_out = run_dir.rank_model(rank), "make room, or name another folder with --out"
-    with suppress(OSError), _explaining_full_disk(run_dir, way_out), path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)
-
-
-def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> None:
-    """Leave the model of a rank for the rank that puts the run together."""
-    path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to continue from"
-    if run_dir.holds_checkpoints:
-        way_out = f"make room, and continue from the last checkpoint with --resume {run_dir.path}"
-    with _explaining_full_disk(run_dir, way_out):
-        write_safetensors(path, weights, {"format": "pt"})
-
-
-@contextmanager
-def _explaining_full_disk(run_dir: RunDir, way_out: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise GossipError(
-            f"no space in {run_dir.partial} for the model ({error.strerror}): {way_out}"
-        ) from error
-
-
 def where_weights_are(run_dir: RunDir) -> str:
     """Where the weights are of a run without results, and how to continue."""
     text = f"the weights of each rank that reached its end are in {run_dir.partial}"
@@ -363,15 +302,13 @@ def where_weights_are(run_dir: RunDir) -> str:
     return text
 
 
-def write_errors(path: Path, text: str) -> bool:
-    """Write a traceback; whether the disk took it."""
+def write_errors(path: Path) -> str:
+    """Write the traceback of the error that is handled; where it is, in words."""
     try:
-        path.write_text(text)
+        path.write_text(traceback.format_exc())
     except OSError:
-        with suppress(OSError):
-            path.unlink()
-        return False
-    return True
+        return ""
+    return f" (traceback in {path})"
 
 
 def leave_token(run_dir: RunDir) -> str:

@@ -6,7 +6,6 @@ import math
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -213,9 +212,7 @@ def _find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Mapping[str, An
 
 def _read_invitation(run_dir: RunDir) -> Mapping[str, Any]:
     try:
-        found = json.loads(run_dir.invitation.read_text())
-        names = ("address", "refusal", "data", "strategy", "checkpoint_base", "began_seconds")
-        return {name: found[name] for name in names}
+        return json.loads(run_dir.invitation.read_text())
     except FileNotFoundError as error:
         raise ValueError(
             f"the run in {run_dir.path} is not training. If it starts just now, try again when it "
@@ -226,26 +223,18 @@ def _read_invitation(run_dir: RunDir) -> Mapping[str, Any]:
             f"cannot read {run_dir.invitation}: {error.strerror}; join as the user who started "
             "the run."
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _describe_failure(error: Exception, run_dir: RunDir, joiner: "RunJoiner") -> str:
     cause = short_cause(error).rstrip(".")
-    if joiner.ends is None:
-        where = run_dir.join_errors(os.getpid())
-        what = (
-            f"could not join the run in {run_dir.path}: {cause}; if it was killed, "
-            f"{_start_again(run_dir)}"
-        )
-    else:
-        where = run_dir.errors(joiner.rank)
-        what = f"rank {joiner.rank} failed: {cause}"
-    if not run_dir.invitation.exists():
-        what = f"the run in {run_dir.path} has ended ({what})"
-    return f"{what} (traceback in {where})" if write_errors(where, traceback.format_exc()) else what
+    if joiner.ends is not None:
+        where = write_errors(run_dir.errors(joiner.rank))
+        return f"rank {joiner.rank} failed: {cause}{where}"
+    where = write_errors(run_dir.join_errors(os.getpid()))
+    return (
+        f"could not join the run in {run_dir.path}: {cause}; if it has ended, or was killed, "
+        f"{_start_again(run_dir)}{where}"
+    )
 
 
 def _start_again(run_dir: RunDir) -> str:
@@ -287,13 +276,9 @@ class RunJoiner:
     def enter(
         self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
     ) -> gg.GossipSession:
-        """Join; model and optimizers are then those of a living rank, but for the initial rates."""
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        """Join; model and optimizers are then those of a living rank."""
         address = self.invitation["address"]
         session = gg.join(model, optimizers, address, **settings, timeout_seconds=_JOIN_SECONDS)
-        for optimizer, initial in zip(optimizers, rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, initial, strict=True):
-                group["initial_lr"] = rate  # what schedules go by
         self.rank = session.rank
         root = store = session.group.store
         while isinstance(root, dist.PrefixStore):

@@ -3,20 +3,10 @@
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from ._config import TrainConfig
 from ._folder import RunDir
-
-
-class Logger(Protocol):
-    """Takes figures of one rank as they come; steps never fall, and one may come twice."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Note the figures of a step."""
-
-    def close(self) -> None:
-        """Write down what is held back; nothing is logged after."""
 
 
 class TensorBoard:
@@ -58,28 +48,34 @@ class WandB:
 
 
 class Loggers:
-    """Passes figures on to several loggers; one that raises is dropped, with one warning."""
+    """The loggers that a run asks for, on one rank; one that raises is dropped, with a warning."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Logger]]) -> None:
+    def __init__(
+        self, config: TrainConfig, run_dir: RunDir, rank: int, *, resumed_steps: int | None = None
+    ) -> None:
         self.notes: list[str] = []
-        self._loggers: dict[str, Logger] = {}
-        for name, opener in openers.items():
-            if (logger := self._tried(name, opener)) is not None:
-                self._loggers[name] = logger
+        self._loggers: dict[str, Any] = {}
+        if config.tensorboard:
+            self._open("tensorboard", lambda: TensorBoard(run_dir, rank, resumed_steps))
+        if config.wandb is not None and rank == 0:
+            self._open("wandb", lambda: WandB(config, run_dir))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Pass the figures on."""
+        """Pass the figures of a step on."""
         for name, logger in list(self._loggers.items()):
-            self._tried(name, lambda logger=logger: logger.log(step, scalars))
+            self._try(name, lambda logger=logger: logger.log(step, scalars))
 
     def close(self) -> None:
         """Close all."""
         for name, logger in list(self._loggers.items()):
-            self._tried(name, logger.close)
+            self._try(name, logger.close)
 
-    def _tried(self, name: str, act: Callable[[], Any]) -> Any:
+    def _open(self, name: str, opener: Callable[[], Any]) -> None:
+        self._try(name, lambda: self._loggers.update({name: opener()}))
+
+    def _try(self, name: str, act: Callable[[], object]) -> None:
         try:
-            return act()
+            act()
         except Exception as error:
             self._loggers.pop(name, None)
             what = f"{name} has stopped ({type(error).__name__}: {error})"
@@ -88,18 +84,6 @@ class Loggers:
                 f"{what}; training continues without it, and the metrics files have all figures.",
                 stacklevel=3,
             )
-
-
-def open_loggers(
-    config: TrainConfig, run_dir: RunDir, rank: int, *, resumed_steps: int | None = None
-) -> Loggers:
-    """The loggers that `config` asks for, on this rank, which resumes after so many steps."""
-    openers: dict[str, Callable[[], Logger]] = {}
-    if config.tensorboard:
-        openers["tensorboard"] = lambda: TensorBoard(run_dir, rank, resumed_steps)
-    if config.wandb is not None and rank == 0:
-        openers["wandb"] = lambda: WandB(config, run_dir)
-    return Loggers(openers)
 
 
 def check_loggers(config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -57,14 +57,10 @@ class Best:
         self.found = {"accuracy": evaluation.accuracy, **when}
         if self._rank != min(living or [0]):
             return None
-        partial = self._path.with_name(f"{self._path.name}.partial")
         try:
-            about = {"format": "pt", "found": json.dumps(self.found)}
-            write_safetensors(partial, evaluation.weights, about)
-            partial.replace(self._path)
+            about = {"found": json.dumps(self.found)}
+            write_safetensors(self._path, evaluation.weights, about)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             return f"{self._path} could not be written: {error.strerror}"
         return None
 
@@ -214,10 +210,8 @@ class Loop:
                 nn.utils.clip_grad_norm_(parameters, self._config.clip_norm)
             for optimizer in self._one.optimizers:
                 optimizer.step()
-            for scheduler in self._one.schedulers:
-                # The rate of the step to come: a position further, or more if others are ahead.
-                scheduler.last_epoch = self.position.at(step) - 1
-                scheduler.step()
+            # Of the step to come: a position further, or more if others are ahead.
+            self._one.rates.set(self.position.at(step))
             for optimizer in self._one.optimizers:
                 optimizer.zero_grad()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

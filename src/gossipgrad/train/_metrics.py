@@ -1,15 +1,16 @@
 """Metrics of one rank: counted while it trains, written as one JSON object a line."""
 
+import errno
 import json
 import math
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from ._folder import LinesFile
 from ._loggers import Loggers, scalars_of
 
 Event = dict[str, Any]
@@ -22,9 +23,8 @@ class Metrics:
         self,
         path: Path,
         *,
+        loggers: Loggers,
         resumed: Mapping[str, Any] | None = None,
-        loggers: Loggers | None = None,
-        now: Callable[[], float] = perf_counter,
     ) -> None:
         self.steps = 0
         self.samples = 0
@@ -32,17 +32,20 @@ class Metrics:
         # Above 0 where another number of ranks made the earlier steps: figures count from it.
         self.counted_from = 0
         self.train_seconds = 0.0
-        self._now = now
-        self._start = now()
+        self._start = perf_counter()
         self._loss_sum = 0.0
         self.epoch_samples = 0
         self._epoch_seconds = 0.0
         if resumed is not None:
             self._take_up(resumed)
-        self._file = LinesFile(path, None if resumed is None else resumed["offset"])
+        # Later steps of the last start are made again; the last line may be a part of one.
+        offset = None if resumed is None else resumed["offset"]
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(path.read_bytes()[: offset or 0].rfind(b"\n") + 1)
+        self._file.seek(0, os.SEEK_END)
         self._left_out = 0
         self._error: OSError | None = None
-        self._loggers = loggers or Loggers({})
+        self._loggers = loggers
 
     def __enter__(self) -> "Metrics":
         return self
@@ -53,10 +56,7 @@ class Metrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            self._leave_out(error)
+        self._file.close()
         self._loggers.close()
 
     @property
@@ -72,7 +72,7 @@ class Metrics:
     @property
     def seconds(self) -> float:
         """Since the start."""
-        return self._now() - self._start
+        return perf_counter() - self._start
 
     def count_step(self, samples: int, step_seconds: float) -> None:
         """Add a finished step of `samples` samples."""
@@ -99,13 +99,13 @@ class Metrics:
             "epoch_seconds": self._epoch_seconds,
             "epoch_batches": epoch_batches,
             "counted_from": self.counted_from,
-            "offset": self._file.size_bytes,
+            "offset": self._file.tell(),
         }
 
     def _take_up(self, state: Mapping[str, Any]) -> None:
         self.steps, self.samples = state["steps"], state["samples"]
         self.epochs, self.train_seconds = state["epochs"], state["train_seconds"]
-        self._start = self._now() - state["seconds"]
+        self._start = perf_counter() - state["seconds"]
         self._loss_sum, self.epoch_samples = state["loss_sum"], state["epoch_samples"]
         self._epoch_seconds = state["epoch_seconds"]
         self.counted_from = state["counted_from"]
@@ -128,9 +128,13 @@ class Metrics:
     def write(self, event: str, **values: Any) -> Event:
         """Write one event and return it; numbers that are not finite become null."""
         record = {"event": event, **{name: _plain(value) for name, value in values.items()}}
+        line, size_bytes = f"{json.dumps(record)}\n".encode(), self._file.tell()
         try:
-            self._file.write(json.dumps(record))
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
+            self._file.truncate(size_bytes)
+            self._file.seek(size_bytes)
             self._leave_out(error)
         self._loggers.log(self.steps, scalars_of(record))
         return record

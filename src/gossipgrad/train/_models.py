@@ -1,10 +1,10 @@
-"""The two models of the command's own tasks, their loss, and which layers are heads."""
+"""The two models of the command's own tasks."""
 
 import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from gossipgrad.data import DatasetInfo
@@ -70,35 +70,11 @@ def build_model(name: str, info: DatasetInfo) -> nn.Module:
     """Make a model of this name for a data set; ranks that seed torch alike get equal replicas.
 
     Raises:
-        ValueError: There is no model of this name, or it does not take such inputs.
+        ValueError: The model does not take such inputs.
     """
-    if name not in _MODELS:
-        raise ValueError(f"model {name!r} is not known; choose one of {', '.join(_MODELS)}.")
     if name == "lenet" and info.input_shape != (1, 28, 28):
         raise ValueError(
             f"model 'lenet' takes inputs of shape (1, 28, 28), but data {info.name!r} has "
             f"{info.input_shape}; use --model mlp, or --data fashion-mnist."
         )
     return _MODELS[name](info)
-
-
-def cross_entropy(logits: Float[Tensor, "... class"], y: Int[Tensor, "..."]) -> Float[Tensor, ""]:
-    """Of logits and classes, averaged over all labels.
-
-    Raises:
-        ValueError: The logits are not one row a label.
-    """
-    if logits.shape[:-1] != y.shape:
-        raise ValueError(
-            f"labels of shape {tuple(y.shape)} need logits of shape {(*y.shape, 'classes')}, but "
-            f"the model returned {tuple(logits.shape)}; is it a model for this data?"
-        )
-    return nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
-
-
-def heads(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that make logits: `model.head_modules`, or the last linear layer."""
-    named = getattr(model, "head_modules", None)
-    if isinstance(named, tuple):
-        return named
-    return tuple([module for module in model.modules() if isinstance(module, nn.Linear)][-1:])

@@ -20,9 +20,9 @@ from gossipgrad.second_order import SecondOrder
 
 from ._batches import LoaderBatches, RingBatches
 from ._evaluate import Evaluation
-from ._folder import reserve_model, write_model, write_whole
+from ._folder import write_whole
 from ._job import Job
-from ._loggers import open_loggers
+from ._loggers import Loggers
 from ._loop import Loop
 from ._metrics import Metrics
 from ._optimizers import notes_on_muon
@@ -42,7 +42,7 @@ def train_rank(given: RankInputs) -> RankResult:
         one = Rank(given, unstarted=unstarted)
         resumed = None if one.begun is None else one.begun.metrics
         steps = None if resumed is None else resumed["steps"]
-        loggers = open_loggers(config, run_dir, one.rank, resumed_steps=steps)
+        loggers = Loggers(config, run_dir, one.rank, resumed_steps=steps)
         with (
             Metrics(run_dir.metrics(one.rank), resumed=resumed, loggers=loggers) as metrics,
             closing(one.checkpoints),
@@ -53,7 +53,6 @@ def train_rank(given: RankInputs) -> RankResult:
             if session is not None and shares and one.rank == min(one.strategy.living or [0]):
                 why = invite(session, one, began_seconds=time.time() - metrics.seconds)
                 one.strategy.notes += [] if why is None else [why]
-            reserve_model(run_dir, one.rank, one.model)
             emit({"event": "ready", "total_steps": one.total_steps, "living": one.strategy.living})
             unstarted.pop_all()
             final = loop.run()
@@ -137,7 +136,7 @@ def _result_of(
         strategy.notes += batches.notes()
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if joiner is None else suppress(FileNotFoundError):
-        write_model(one.run_dir, one.rank, final.weights)
+        write_safetensors(one.run_dir.rank_model(one.rank), final.weights)
     try:
         one.spans.save(one.run_dir.rank_trace(one.rank))
     except FileNotFoundError:

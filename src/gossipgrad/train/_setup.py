@@ -21,7 +21,7 @@ from ._evaluate import TestPart
 from ._folder import RunDir
 from ._job import Job, JobError
 from ._metrics import Event
-from ._optimizers import make_optimizers, make_schedulers, set_step
+from ._optimizers import Rates, make_optimizers
 from ._shrinking import shrink
 from ._spans import StepSpans
 from ._state import (
@@ -133,6 +133,7 @@ class Rank:
         narrow_as_saved(config, run_dir, self.model, rank=rank)
         self.optimizers = make_optimizers(config, self.model, job)
         epoch_batches = job.epoch_batches(config.step_samples, world_size)
+        self.rates = Rates(config, self.optimizers, steps_per_epoch=epoch_batches)
         self.total_steps = config.total_steps(epoch_batches)
         own = job.optimizer is not None
         setting = config.setting(world_size, total_steps=self.total_steps, has_own_optimizer=own)
@@ -180,7 +181,6 @@ class Rank:
         self.batches = self._make_batches(given.groups)
         if isinstance(self.batches, RingBatches):
             unstarted.callback(self.batches.close)
-        self.schedulers = make_schedulers(config, self.optimizers, steps_per_epoch=epoch_batches)
         self.test = TestPart(
             job,
             rank=rank,
@@ -204,7 +204,7 @@ class Rank:
         self.position = RunPosition(self.strategy, self.batches, metrics)
         if state is not None:
             steps = state.metrics["steps"]
-            set_step(self.schedulers, self.position.at(steps))
+            self.rates.set(self.position.at(steps))
             self.spans.set_step(steps)
         is_new = state is not None and state.metrics["offset"] is None
         begin_resumed(config, run_dir, rank=rank, is_new=is_new)

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from gossipgrad import data
 
 from ._config import TrainConfig
 from ._job import Job, JobError
-from ._models import build_model, cross_entropy
+from ._models import build_model
 
 
 def load_job(config: TrainConfig) -> Job:
@@ -47,7 +48,7 @@ def load_job(config: TrainConfig) -> Job:
         model=build_model(config.model, dataset.info),
         train=dataset.train,
         test=dataset.test,
-        loss=cross_entropy,
+        loss=nn.functional.cross_entropy,
     )
 
 

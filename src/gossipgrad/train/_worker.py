@@ -39,7 +39,7 @@ from ._signals import Stops, catch_stops, end_at_once, ending_workers
 from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
-from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
+from ._world import World, find_world, open_store, slurm_rendezvous
 from .strategies import GROUP
 
 # A store that hangs at the end is not awaited: what is in it is in the folder, too.
@@ -93,7 +93,6 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
             worker.open(config, stack, show_config=show_config)
         elif config is not None:
             try:
-                worker.start.await_all("here", seconds)
                 worker.start.await_opened()
             except StartFailedError as error:
                 if str(error):
@@ -118,7 +117,6 @@ class _Worker:
             store = dist.PrefixStore(f"restart{attempt}", store)
         self._store, self._mailbox = store, dist.PrefixStore(MAILBOX, store)
         self.start = Start(AskedStore(self._mailbox), self._world.rank, self._world.world_size)
-        self.start.arrive("here")
 
     def on_stop(self, stops: Stops) -> None:
         """Take a signal: what it means depends on how far the run is."""
@@ -144,8 +142,6 @@ class _Worker:
             )
         except BaseException:
             self.start.fail("")
-            if hosts_store(self._world.rank):
-                self.start.await_failure_seen()
             raise
         self.start.open({"config": config.to_json(), "token": leave_token(self._run_dir)})
 
@@ -170,8 +166,7 @@ class _Worker:
                 code = exit_code_of(stops.first if result.stopped else None)
                 return outcome or Outcome(exit_code=code)
             except Exception as error:
-                where = run_dir.errors(rank)
-                is_written = write_errors(where, traceback.format_exc())
+                where = write_errors(run_dir.errors(rank))
                 cause = f"failed: {short_cause(error)}"
                 others = (PeerLostError, RunFailedError)
                 if not self._has_begun:
@@ -188,15 +183,13 @@ class _Worker:
                 if not self._has_begun:
                     self.start.fail(f"rank {rank} {cause}")
                     self._free_folder()
-                trace = f" (traceback in {where})" if is_written else ""
-                raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{trace}") from error
+                raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{where}") from error
 
     def _train(self, config: TrainConfig, run_dir: RunDir, progress: Progress) -> RankResult:
         rank, size, start = self._world.rank, self._world.world_size, self.start
-        start.await_all("here", config.start_seconds)
         job = load_job(config)
-        start.arrive("ready")
-        start.await_all("ready")
+        start.arrive()
+        start.await_all(config.start_seconds)
 
         def emit(event: Event) -> None:
             if event["event"] == "ready":

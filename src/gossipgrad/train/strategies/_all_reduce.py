@@ -62,9 +62,6 @@ class AllReduce(Lockstep):
         # Buffers are rank 0's at the start, and each rank's own from then on. Not as the argument
         # of that name, which torch 2.13 deprecates: they would be each rank's own at once.
         parallel.broadcast_buffers = False
-        # Else it is done after the first step, by the order in which gradients came: a run that is
-        # resumed would add up in another order than one that was not.
-        _settle_buckets(parallel, model)
         parallel.register_comm_hook(self, AllReduce._hook)
         self.model = parallel
         return parallel
@@ -124,23 +121,3 @@ class AllReduceStrategy(Strategy):
         if options.faults is not None:
             running.notes.append(f"faults by script: {options.faults}")
         return running
-
-
-def _settle_buckets(parallel: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:
-    """Has buckets made with the first forward pass to come as they then stay; a collective."""
-
-    def zeros() -> Tensor:
-        first, *others = (p.flatten()[:1].sum() * 0.0 for p in trained)
-        return sum(others, start=first)
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    kept = model.__dict__.get("forward")
-    model.forward = zeros
-    try:
-        parallel().backward()
-    finally:
-        if kept is None:
-            del model.forward
-        else:
-            model.forward = kept
-    model.zero_grad(set_to_none=True)

@@ -128,12 +128,6 @@ class Strategy(ABC):
         """What the report shows of the options; a "topology" is drawn beside who met whom."""
         return {}
 
-    def make_optimizers(
-        self, model: nn.Module, options: Any, *, lr: float, weight_decay: float
-    ) -> list[Optimizer] | None:
-        """The optimizers, of a strategy that has its own; None: those that `--optimizer` names."""
-        return None
-
     def session_settings(self, options: Any, setting: Setting) -> dict[str, Any]:
         """What a rank that joins gives to `gg.join`; asked where the run can grow."""
         return {}

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.muon import BACKBONES, resolve_settings
-from gossipgrad.train._models import heads
 from gossipgrad.train._options import check_fields, check_rule, make_plain
 
 from ._gossip_run import Gossip
@@ -83,24 +80,6 @@ class SudaStrategy(Strategy):
 
     def describe(self, options: SudaConfig) -> dict[str, str]:
         return {"topology": options.topology, "backbone": options.backbone}
-
-    def make_optimizers(
-        self, model: nn.Module, options: SudaConfig, *, lr: float, weight_decay: float
-    ) -> list[Optimizer]:
-        """`gg.Muon`, with the heads that the model names."""
-        named = {id(p): name for name, p in model.named_parameters()}
-        of_heads = [
-            named[id(p)] for head in heads(model) for p in head.parameters() if id(p) in named
-        ]
-        return [
-            gg.Muon(
-                model,
-                lr,
-                weight_decay=weight_decay,
-                scale="match_rms_adamw",
-                adamw=of_heads,
-            )
-        ]
 
     def build(self, replica: Replica, setting: Setting, options: SudaConfig) -> Suda:
         session = gg.suda(
