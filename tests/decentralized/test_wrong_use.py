@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
+from gossipgrad.comm import Hub
 from support.processes import run_processes
+from support.ranks import run_ranks
 from support.replicas import network, sgd
 
 DOORS = {
@@ -189,3 +191,29 @@ def test_variables_that_another_launcher_left_are_named(door, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")
     with door(model, optimizer) as session:
         assert session.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "warns"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"mode": gg.Sync(momentum=0.9)}, False),
+        (torch.optim.Adam, {"payload": "weights+state"}, False),
+        (torch.optim.Adam, {"local_steps": 4}, False),
+        (torch.optim.RMSprop, {}, False),
+    ],
+)
+def test_adam_on_many_ranks_warns_once_and_names_what_loses_less(optimizer, settings, warns):
+    hub = Hub(8)
+
+    def rank_main(rank, group):
+        model = network()
+        transport = hub.transport(rank)
+        made = optimizer(model.parameters())
+        with gg.gossip(model, made, process_group=group, transport=lambda _: transport, **settings):
+            group.barrier()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run_ranks(8, rank_main)
+    assert ["learning rate" in str(one.message) for one in said] == [True] * warns
