@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -79,26 +80,21 @@ def polarise(
     Returns:
         New tensors in that type, in the order of the matrices.
     """
-    alike: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
     for index, tensor in enumerate(matrices):
         m, n = sorted(tensor.shape[-2:])
-        stack = tensor.reshape(-1, *tensor.shape[-2:])
-        wide = stack if stack.shape[1] == m else stack.mT
-        for piece in wide.split(max(1, _MOST_ELEMENTS // max(1, m * n))):
-            alike.setdefault((m, n, tensor.device, tensor.dtype), []).append((index, piece))
+        for matrix in tensor.reshape(-1, *tensor.shape[-2:]):
+            wide = matrix if len(matrix) == m else matrix.mT
+            alike.setdefault((m, n, tensor.device, tensor.dtype), []).append((index, wide))
     factors: list[list[Tensor]] = [[] for _ in matrices]
-    for pieces in alike.values():
-        ends = itertools.accumulate(piece.numel() for _, piece in pieces)
-        numbered = zip(pieces, (end // _MOST_ELEMENTS for end in ends), strict=True)
-        for _, some in itertools.groupby(numbered, key=lambda pair: pair[1]):
-            now = [piece for piece, _ in some]
-            found = _polarise_stack([piece for _, piece in now], polar, dtype)
-            for (index, _), factor in zip(now, found, strict=True):
+    for (m, n, *_), numbered in alike.items():
+        most = max(1, _MOST_ELEMENTS // max(1, m * n))
+        for begin in range(0, len(numbered), most):
+            some = numbered[begin : begin + most]
+            found = _polarise_stack([wide for _, wide in some], polar, dtype)
+            for (index, _), factor in zip(some, found, strict=True):
                 factors[index].append(factor)
-    return [
-        _as_before(found[0] if len(found) == 1 else torch.cat(found), tensor)
-        for found, tensor in zip(factors, matrices, strict=True)
-    ]
+    return [_as_before(*pair) for pair in zip(factors, matrices, strict=True)]
 
 
 def product_dtype(matrix: Tensor, polar: Polar, dtype: torch.dtype | None) -> torch.dtype:
@@ -109,39 +105,37 @@ def product_dtype(matrix: Tensor, polar: Polar, dtype: torch.dtype | None) -> to
     return torch.bfloat16 if matrix.is_cuda and polar else wide
 
 
-def _as_before(stack: Tensor, like: Tensor) -> Tensor:
-    """Return a stack of wide matrices in the shape of the input."""
+def _as_before(factors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the factors of wide matrices in the shape of the input."""
+    whole = factors[0] if len(factors) == 1 else torch.stack(list(factors))
     is_tall = like.shape[-2] > like.shape[-1]
-    return (stack.mT if is_tall else stack).reshape(like.shape)
+    return (whole.mT if is_tall else whole).reshape(like.shape)
 
 
 def _polarise_stack(
-    pieces: Sequence[Float[Tensor, "_ m n"]], polar: Polar, dtype: torch.dtype | None
+    matrices: Sequence[Float[Tensor, "m n"]], polar: Polar, dtype: torch.dtype | None
 ) -> Sequence[Tensor]:
-    """Return the factors of stacks of equal wide matrices."""
-    one = pieces[0]
+    """Return the factors of equal wide matrices."""
+    one = matrices[0]
     wide, dtype = torch.promote_types(one.dtype, torch.float32), product_dtype(one, polar, dtype)
-    counts, (m, n) = [len(piece) for piece in pieces], one.shape[1:]
-    if not sum(counts) * m * n:
-        return [torch.zeros_like(piece, dtype=dtype) for piece in pieces]
+    m, n = one.shape
     if polar and dtype == wide and not one.is_cuda and m >= _LEAST_ROWS:
-        found = [torch.empty_like(piece, dtype=dtype) for piece in pieces]
-        chain = itertools.chain.from_iterable
-        _by_gram_matrices(list(chain(pieces)), polar, list(chain(found)))
+        found = [torch.empty_like(matrix, dtype=dtype) for matrix in matrices]
+        _by_gram_matrices(matrices, polar, found)
         return found
     # The bits of a product depend on how a matrix is aligned in its stack, unless all are alike.
     rows, columns = (-(-side // _ALIGNED) * _ALIGNED for side in (m, n))
-    stack = torch.zeros(sum(counts), rows, columns, dtype=wide, device=one.device)
-    for into, piece in zip(stack.split(counts), pieces, strict=True):
-        into[:, :m, :n] = piece
+    stack = torch.zeros(len(matrices), rows, columns, dtype=wide, device=one.device)
+    for into, matrix in zip(stack, matrices, strict=True):
+        into[:m, :n] = matrix
     # By the largest element first: squares of huge and tiny ones are no numbers of fp32.
     largest = torch.linalg.vector_norm(stack, float("inf"), dim=(1, 2), keepdim=True)
     stack.div_(largest.clamp_(min=_TINY))
     if not polar:
-        return _by_singular_values(stack[:, :m, :n]).split(counts)
+        return _by_singular_values(stack[:, :m, :n]).unbind()
     norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
     stack.div_(norms.clamp_(min=_TINY))
-    return _newton_schulz(stack.to(dtype), polar)[:, :m, :n].split(counts)
+    return _newton_schulz(stack.to(dtype), polar)[:, :m, :n].unbind()
 
 
 def _newton_schulz(x: Float[Tensor, "k m n"], polar: Polar) -> Float[Tensor, "k m n"]:

@@ -129,11 +129,7 @@ class SudaSession(Session):
 
     @contextmanager
     def _show_consensus(self, shows: Callable[[], bool]) -> Iterator[None]:
-        """See `Session.consensus`; also checks the identities of trackers and duals.
-
-        If late messages were cancelled, so that they hold no more, it warns, and trackers and duals
-        restart on all ranks on exit.
-        """
+        """Check the identities of trackers and duals, which restart on exit if they do not hold."""
         is_broken = False
         try:
             with super()._show_consensus(shows):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossipgrad.muon._layouts import Layout, sides_of
+from gossipgrad.optim import distribute
 
 __all__ = ["find_unequal_gradients", "update_shared"]
 
@@ -156,15 +157,9 @@ def update_shared(
 ) -> list[Tensor]:
     """Return this rank's part of the update of each parameter; a collective of the group.
 
-    The bits are those of one rank alone.
-
-    Args:
-        sources: What to polarise: the same on all ranks, or this rank's rows.
-        layouts: Which matrices the parameters hold.
-        update_of: Polarises whole parameters, given with their layouts.
-        kind: Type of what it returns.
-        group: The ranks.
-        shapes: Of the whole parameters, where a rank has only rows.
+    `sources` are the same on all ranks, or this rank's rows of parameters of `shapes`. `update_of`
+    polarises whole ones, given with their layouts, and returns `kind`. The bits are those of one
+    rank alone.
     """
     ways = _Copies(group, sources, kind) if shapes is None else _Rows(group, sources, kind, shapes)
     shapes = [source.shape for source in sources] if shapes is None else shapes
@@ -181,7 +176,7 @@ def update_shared(
 def _plan(
     shapes: Sequence[torch.Size], layouts: Sequence[Layout], kind: torch.dtype, size: int
 ) -> list[Owned]:
-    """Return the chunks: the dearest parameter goes to the rank that has least to do."""
+    """Return the chunks, in each those of all ranks."""
     squares = 6 if kind.itemsize >= 4 else 0.5  # products of m x m for one of m x n
     costs = [
         sum(
@@ -190,22 +185,16 @@ def _plan(
         )
         for stacks in map(sides_of, shapes, layouts)
     ]
-    load, held = [0.0] * size, [[] for _ in range(size)]
-    for index in sorted(range(len(shapes)), key=lambda i: (-costs[i], i)):
-        owner = min(range(size), key=lambda rank: (load[rank], rank))
-        load[owner] += costs[index]
-        held[owner].append(index)
-    chunks: list[list[list[int]]] = []
-    for indices in held:
-        cut: list[list[int]] = []
-        filled = _CHUNK_BYTES
-        for index in indices:
-            if filled >= _CHUNK_BYTES:
-                cut.append([])
-                filled = 0
-            cut[-1].append(index)
-            filled += shapes[index].numel() * kind.itemsize
-        chunks.append(cut)
+    owners = distribute(costs, [0.0] * size)
+    chunks: list[list[list[int]]] = [[] for _ in range(size)]
+    filled = [_CHUNK_BYTES] * size
+    for index in sorted(range(len(shapes)), key=lambda i: -costs[i]):
+        owner = owners[index]
+        if filled[owner] >= _CHUNK_BYTES:
+            chunks[owner].append([])
+            filled[owner] = 0
+        chunks[owner][-1].append(index)
+        filled[owner] += shapes[index].numel() * kind.itemsize
     return [list(owned) for owned in zip_longest(*chunks, fillvalue=[])]
 
 

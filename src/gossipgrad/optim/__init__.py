@@ -11,3 +11,4 @@ from gossipgrad.optim._matrix_optimizer import unwrapped as unwrapped
 from gossipgrad.optim._roles import ADAMW as ADAMW
 from gossipgrad.optim._roles import choose_roles as choose_roles
 from gossipgrad.optim._roles import owners_of as owners_of
+from gossipgrad.optim._shares import distribute as distribute

@@ -57,8 +57,6 @@ class MatrixOptimizer(Optimizer):
     role: ClassVar[str]
     nonfinite_steps: int = 0
     with_head: bool = False
-    squares_matrices: ClassVar[bool] = True
-    """Whether it squares the gradients of matrices, so that huge ones overflow."""
     with_stacks: ClassVar[bool] = False
     """Whether 3-D parameters are stacks of matrices."""
     can_resize: ClassVar[bool] = True
@@ -125,14 +123,8 @@ class MatrixOptimizer(Optimizer):
         role = param_group["role"]
         if role not in (self.role, ADAMW):
             raise ValueError(f"role={role!r} is neither {self.role!r} nor {ADAMW!r}")
-        settings = self.__dict__.get("_settings")
-        if settings is None:  # after pickling: groups are complete
-            alike = [group for group in self.param_groups if group["role"] == role]
-            if not alike:
-                raise ValueError(f"there is no group of role {role!r} whose settings to take")
-            settings = {role: {k: v for k, v in alike[0].items() if k not in _OF_ONE_GROUP}}
         decay = {"weight_decay": self.defaults["weight_decay"]}
-        group = {**settings[role], **decay, **param_group}
+        group = {**self._settings[role], **decay, **param_group}
         numbers = ("lr", group["lr"]), ("weight_decay", self._decay(group))
         for name, number in numbers:
             if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
@@ -181,6 +173,9 @@ class MatrixOptimizer(Optimizer):
                 if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_settings": self._settings}
+
     def __repr__(self) -> str:
         lines = []
         for group in self.param_groups:
@@ -213,11 +208,7 @@ class MatrixOptimizer(Optimizer):
             RuntimeError: A gradient is sparse.
         """
         self.check_layouts()
-        unsquared = set()
-        if not self.squares_matrices:
-            matrices = [group for group in self.param_groups if group["role"] != ADAMW]
-            unsquared = {id(p) for group in matrices for p in group["params"]}
-        return parameters_to_update(self, unsquared=unsquared)
+        return parameters_to_update(self)
 
     def check_layouts(self) -> None:
         """Raise `RuntimeError` for a sparse gradient."""
@@ -323,9 +314,6 @@ class MatrixOptimizer(Optimizer):
             )
         found = [{**shared, "params": each, "role": role} for role, each in split.items() if each]
         return found or [{**group, "role": self.role}]
-
-
-_OF_ONE_GROUP = ("params", "param_names", "layouts", "initial_lr")
 
 
 def unwrapped(params: Parameters) -> Parameters:

@@ -33,17 +33,11 @@ _EXPERTS = re.compile("expert")
 
 
 class Owner(NamedTuple):
-    """The module that computes with a parameter.
-
-    Attributes:
-        name: The name of the module.
-        module: The module; for a parametrized weight the layer itself.
-        parameter: The name in the module: `"weight"` for what weight or spectral norm scales.
-    """
+    """The module that computes with a parameter."""
 
     name: str
-    module: nn.Module
-    parameter: str
+    module: nn.Module  # for a parametrized weight the layer itself
+    parameter: str  # its name there: "weight" for what weight or spectral norm scales
 
 
 def owners_of(model: nn.Module) -> dict[str, Owner]:
@@ -152,11 +146,7 @@ def is_named_hidden(name: str, *, with_head: bool = False) -> bool:
 
 
 def fitting(named: Iterable[str], patterns: Iterable[str], argument: str) -> set[str]:
-    """Return the names that fit one of the patterns.
-
-    Raises:
-        ValueError: A pattern fits none.
-    """
+    """Return the names that fit one of the patterns; raise `ValueError` if a pattern fits none."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument}={patterns!r} is one text: give a list of patterns of names")
     found: set[str] = set()

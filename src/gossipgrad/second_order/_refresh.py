@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gossipgrad._messages import warn
 from gossipgrad.comm import Recorder
+from gossipgrad.errors import GossipError
 from gossipgrad.second_order._roots import exact_products
 from gossipgrad.second_order._streams import LateCount, SideStream, to_host
 from gossipgrad.second_order._symmetric import unpack
@@ -59,7 +59,7 @@ class Refresh:
         workers: Threads with `where="host"`, at least 1; each computes on one core. Where torch's
             threads, of all ranks of a machine, take all cores, a worker would only hold some of
             them up: then the step computes the root, which is used `delay` steps later all the
-            same (`optimizer.refresh_stats.in_step` counts). So does a forked child.
+            same (`optimizer.refresh_stats.in_step` counts).
         where: `"device"`: on a stream of its own beside training; the host never waits, a late root
             holds the device up. `"host"`: in worker threads, from pinned copies. `"auto"`:
             `"device"` for parameters on an accelerator, else `"host"`.
@@ -144,9 +144,6 @@ class Refresher:
         self.recorder: Recorder | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0  # the one whose threads are in the pool
-        self._given: weakref.WeakKeyDictionary[Job, Callable[[], Ready]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._sides: dict[torch.device, tuple[SideStream, LateCount]] = {}
         self._on_host_failed = 0
         self._error: Exception | None = None
@@ -168,7 +165,6 @@ class Refresher:
         else:
             compute = partial(self._on_host, *self._copies(work, copy=not is_now), unit, step)
             is_beside = not is_now and (device.type != "cpu" or _has_free_core())
-            is_beside = is_beside and not self._is_forked()
             self.stats.in_step += not (is_now or is_beside)
             run = partial(self._submit if is_beside else _now, compute)
         return run() if self.share is None or is_first else self.share(unit, run)
@@ -176,8 +172,13 @@ class Refresher:
     def finish(self, job: Job, device: torch.device) -> Value:
         """Return a job's value on a device; wait for it if it is not there."""
         if not job.done():
+            if self._pool is not None and self._process != os.getpid():
+                raise GossipError(
+                    "a forked child has none of the threads that compute roots: make the optimizer "
+                    "in the child, or give it Refresh(delay=0)"
+                )
             start = time.perf_counter()
-            job = self.wait(job)
+            job.exception()  # waits
             end = time.perf_counter()
             self.stats.waits += 1
             self.stats.waited_seconds += end - start
@@ -189,14 +190,6 @@ class Refresher:
         self._look_at_failures()
         return tuple(each.to(device, non_blocking=True) for each in value)
 
-    def wait(self, job: Job) -> Job:
-        """Return the job, or one of the same result, when it has ended."""
-        compute = self._given.get(job)
-        if compute is not None and not job.done() and self._is_forked():
-            return _now(compute)
-        job.exception()
-        return job
-
     def close(self) -> None:
         """End the threads, after the roots that they compute. May be called twice."""
         if self._pool is not None:
@@ -207,13 +200,7 @@ class Refresher:
         if self._pool is None:
             name, self._process = "gossipgrad-roots", os.getpid()
             self._pool = ThreadPoolExecutor(self.policy.workers, name, _on_one_core)
-        job = self._pool.submit(compute)
-        self._given[job] = compute
-        return job
-
-    def _is_forked(self) -> bool:
-        """Whether this is a forked child of the process that has the threads."""
-        return self._pool is not None and self._process != os.getpid()
+        return self._pool.submit(compute)
 
     def _side_of(self, device: torch.device) -> tuple[SideStream, LateCount]:
         if device not in self._sides:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from gossipgrad.comm import local
 from gossipgrad.engine import is_claimed
 from gossipgrad.errors import AgreementError, GossipError
+from gossipgrad.optim import distribute
 from gossipgrad.second_order._blocks import Unit
 
 if TYPE_CHECKING:
     from gossipgrad.second_order._optimizer import SecondOrder
 
-__all__ = ["Sharding", "check_alike", "distribute"]
+__all__ = ["Sharding", "check_alike"]
 
 _TOGETHER = 8
 """Broadcasts under way at a time: more hide more, and need the memory of as many units."""
@@ -82,19 +83,17 @@ class Sharding:
                 if unit.owner == self.rank:
                     torch.stack(parts, out=stack)
                 stacks.append(stack)
-            works = [self._send(unit, stack) for unit, stack in zip(some, stacks, strict=True)]
+            works = [
+                dist.broadcast(stack, group=self._group, group_src=unit.owner, async_op=True)
+                for unit, stack in zip(some, stacks, strict=True)
+            ]
             for unit, stack, work in zip(some, stacks, works, strict=True):
+                assert work is not None
                 work.wait()
                 if unit.owner != self.rank:
                     for block, new in zip(unit.blocks, stack, strict=True):
                         with block.open() as weights:
                             weights.copy_(new)
-
-    def _send(self, unit: Unit, stack: torch.Tensor) -> dist.Work:
-        assert unit.owner is not None
-        work = dist.broadcast(stack, group=self._group, group_src=unit.owner, async_op=True)
-        assert work is not None
-        return work
 
 
 def check_alike(said: Sequence[str]) -> None:
@@ -105,12 +104,3 @@ def check_alike(said: Sequence[str]) -> None:
                 f"rank {rank} shares {each}, and rank 0 {said[0]}: build the same optimizer and "
                 "settings on every rank"
             )
-
-
-def distribute(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """Assign an owner to each unit, the largest first, to the rank with the least work so far."""
-    owners = [0] * len(costs)
-    for unit in sorted(range(len(costs)), key=lambda unit: -costs[unit]):
-        owners[unit] = min(range(len(loads)), key=lambda rank: loads[rank])
-        loads[owners[unit]] += costs[unit]
-    return owners

@@ -28,10 +28,11 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.errors import GossipError
+from gossipgrad.optim import distribute
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import FACTORS, SecondOrder
 from gossipgrad.second_order._refresh import Job, Ready, Value
-from gossipgrad.second_order._sharding import Sharding, check_alike, distribute
+from gossipgrad.second_order._sharding import Sharding, check_alike
 
 __all__ = ["RootSharing", "ShareStats", "share_roots"]
 
