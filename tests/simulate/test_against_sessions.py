@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -161,16 +160,9 @@ def test_late_exchanges(delay, payload):
         theirs = [dict(model.named_parameters()) for model in sessions.models]
     finally:
         sessions.close()
-    make = partial(VirtualRanks, start, P, optimizer=sgd, mode=mode, payload=payload, delay=delay)
-    ranks, resumed = make(), make()
+    ranks = VirtualRanks(start, P, optimizer=sgd, mode=mode, payload=payload, delay=delay)
     for step in range(STEPS):
         ranks.step(*batches("mlp", P, step))
-        if step == STEPS // 2:
-            resumed.load_state_dict(copy.deepcopy(ranks.state_dict()))
-        if step > STEPS // 2:
-            resumed.step(*batches("mlp", P, step))
     for rank in range(P):
-        again = dict(resumed.replica(rank).named_parameters())
         for name, value in ranks.replica(rank).named_parameters():
             torch.testing.assert_close(value, theirs[rank][name], rtol=1e-4, atol=1e-5)
-            assert torch.equal(value, again[name])

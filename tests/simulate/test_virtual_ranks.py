@@ -1,6 +1,5 @@
-"""Virtual ranks by themselves: resuming, what they leave alone, what they refuse."""
+"""Virtual ranks by themselves: what they leave alone, what they refuse."""
 
-import io
 import math
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name, mixing_product
 from support.virtual import MODELS, batches, sgd
@@ -23,37 +21,6 @@ def train(ranks, steps, name="mlp"):
     for _ in range(steps):
         ranks.step(*batches(name, ranks.world_size, ranks.steps))
     return ranks
-
-
-def assert_equal_bits(ours, theirs, ranks=None):
-    for rank in range(ranks or ours.world_size):
-        pairs = zip(
-            ours.replica(rank).state_dict().items(),
-            theirs.replica(rank).state_dict().items(),
-            strict=True,
-        )
-        for (name, a), (_, b) in pairs:
-            assert torch.equal(a, b), f"rank {rank}: {name}"
-
-
-@pytest.mark.parametrize("name", ["mlp", "res"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"payload": "weights+state", "average_every": 3},
-        {"strategy": "allreduce"},
-        {"optimizer": lambda p: torch.optim.AdamW(p), "payload": "weights+state"},
-    ],
-    ids=["weights+state, averages", "allreduce", "weights+state, AdamW"],
-)
-def test_resume_is_bit_identical(name, settings):
-    whole = train(make(name, **settings), 9, name)
-    file = io.BytesIO()
-    torch.save(train(make(name, **settings), 4, name).state_dict(), file)
-    file.seek(0)
-    resumed = make(name, **settings)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    assert_equal_bits(train(resumed, 5, name), whole)
 
 
 @pytest.mark.parametrize("topology", ["dissemination", "hypercube", "matching"])
@@ -128,33 +95,6 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def test_models_that_cannot_be_stacked_are_refused(model):
     with pytest.raises(ValueError, match=r"parameter"):
         VirtualRanks(model, 2, optimizer=sgd)
-
-
-ALLREDUCE = {"strategy": "allreduce"}
-STALE = {"mode": gg.Stale(max_staleness=2), "delay": 2}
-
-
-@pytest.mark.parametrize(
-    ("saved", "here", "what"),
-    [
-        (STALE, {}, "mode"),
-        (STALE, STALE | {"delay": 1}, "delay"),
-        ({}, {"strategy": "local"}, "strategy"),
-        ({}, {"payload": "weights+state"}, "payload"),
-        ({}, {"optimizer": lambda p: torch.optim.Adam(p)}, "optimizer"),
-        (ALLREDUCE | {"world_size": 3}, ALLREDUCE, "world_size"),
-        ({}, {"seed": 1}, "topology"),
-        ({}, {"average_every": 3}, "average_every"),
-        ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype"),
-        ({"name": "lenet"}, {}, "shape"),
-    ],
-)
-def test_state_of_another_run_is_refused_and_changes_nothing(saved, here, what):
-    state = make(**saved).state_dict()
-    ranks, untouched = (train(make(**here), 2) for _ in range(2))
-    with pytest.raises(ValueError, match=what):
-        ranks.load_state_dict(state)
-    assert_equal_bits(train(ranks, 1), train(untouched, 1))
 
 
 @pytest.mark.gpu

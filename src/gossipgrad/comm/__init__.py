@@ -14,6 +14,7 @@ from gossipgrad.comm._buckets import fitting_bucket_bytes as fitting_bucket_byte
 from gossipgrad.comm._buckets import is_sharded as is_sharded
 from gossipgrad.comm._buckets import local as local
 from gossipgrad.comm._channel import Channel as Channel
+from gossipgrad.comm._clock import Clock as Clock
 from gossipgrad.comm._exchange import Exchange as Exchange
 from gossipgrad.comm._exchange import Outcome as Outcome
 from gossipgrad.comm._faults import Faults as Faults

@@ -40,19 +40,6 @@ class Exchange:
         """Rounds that were opened and not closed."""
         return sorted({round for round, _ in self._deltas})
 
-    def state_dict(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
-        """By outstanding round, the delta of each tensor."""
-        return {r: [self._deltas.get((r, id(v))) for v in tensors] for r in self.outstanding}
-
-    def load_state_dict(
-        self, state: dict[int, list[Tensor | None]], tensors: Sequence[Tensor]
-    ) -> None:
-        """Restores the outstanding rounds of `state_dict`."""
-        for round, deltas in state.items():
-            for v, delta in zip(tensors, deltas, strict=True):
-                if delta is not None:
-                    self._deltas[round, id(v)] = delta.to(v, copy=True)
-
     def open(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
         """Sends a snapshot of every tensor along the edges of `round`."""
         recv_from = torch.from_numpy(self._schedule.round_peers(round).recv_from)

@@ -10,7 +10,6 @@ from gossipgrad.planning import AffineCost
 __all__ = ["Network"]
 
 _FORMAT = "gossipgrad network"
-_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,6 @@ class Network:
         """Plain values, which `from_json` reads."""
         return {
             "format": _FORMAT,
-            "version": _VERSION,
             "world_size": self.world_size,
             "exchange": asdict(self.exchange),
             "hop": None if self.hop is None else asdict(self.hop),
@@ -76,28 +74,21 @@ class Network:
         """The network of `to_json`; further keys are ignored.
 
         Raises:
-            ValueError: It is no network, or one of another version.
+            ValueError: It is no network.
         """
-        if not isinstance(value, dict) or value.get("format") != _FORMAT:
-            raise ValueError(
-                f'not a network: it has no "format": "{_FORMAT}". `gossipgrad probe --out` '
-                "writes one"
-            )
-        if value.get("version") != _VERSION:
-            raise ValueError(
-                f"a network of version {value.get('version')!r}, this reads version {_VERSION}: "
-                "measure it again with `gossipgrad probe --out`"
-            )
         try:
-            exchange, hop = value["exchange"], value["hop"]
+            read: Any = value
+            exchange, hop, form = read["exchange"], read["hop"], read["format"]
+            if form != _FORMAT:
+                raise ValueError(f"its format is {form!r}")
             return cls(
                 exchange=AffineCost(**exchange),
                 hop=None if hop is None else AffineCost(**hop),
-                world_size=value["world_size"],
+                world_size=read["world_size"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"a network that cannot be read ({error}): measure it again with "
+                f"not a network that can be read ({error}): measure one with "
                 "`gossipgrad probe --out`"
             ) from error
 

@@ -1,7 +1,6 @@
 """Recording the cost of a step of the user's own model on their own device."""
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad.comm import Clock
 from gossipgrad.planning import Profile
 
 __all__ = ["record_profile"]
@@ -69,7 +69,7 @@ def record_profile(
             "model.parameters()"
         )
     device = next(iter(parameters.values())).device
-    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    clock = Clock(device)
     ready: dict[str, Any] = {}
 
     def note(name: str) -> None:
@@ -78,24 +78,28 @@ def record_profile(
                 f"parameter {name!r} got its gradient twice in one step: call backward() once, or "
                 "record one of the accumulated batches"
             )
-        ready[name] = clock.mark()
+        ready[name] = clock.now()
 
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
         for name, parameter in parameters.items()
     ]
     try:
-        recorded = []
+        marked = []
         for number in range(warm_up_steps + steps):
             ready.clear()
             start, computed, end = _step(model, optimizer, batch, loss, clock)
             if number >= warm_up_steps:
-                recorded.append(_Step(start, computed, end, dict(ready)))
-        clock.synchronize()
+                marked.append((tuple(ready), [start, computed, *ready.values(), end]))
     finally:
         for handle in handles:
             handle.remove()
-    forward, step, after = _medians(recorded, clock)
+    recorded = []
+    for named, moments in marked:
+        _, forward, *later, whole = clock.seconds(moments)
+        after = [max(0.0, seconds - forward) for seconds in later]
+        recorded.append(_Step(forward, whole, dict(zip(named, after, strict=True))))
+    forward, step, after = _medians(recorded)
     names = tuple(after)
     trained = [parameters[known] for known in names]
     unit = min(parameter.itemsize for parameter in trained)
@@ -115,47 +119,12 @@ def record_profile(
     )
 
 
-class _HostClock:
-    """Moments of this process."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Nothing is outstanding."""
-
-    def between(self, start: Any, end: Any) -> float:
-        return end - start
-
-
-class _CudaClock:
-    """Moments of the GPU's stream, read after it has passed them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def between(self, start: Any, end: Any) -> float:
-        return max(0.0, start.elapsed_time(end) / 1e3)
-
-
-_Clock = _HostClock | _CudaClock
-
-
 class _Step(NamedTuple):
-    """Moments of a step: its start, the end of forward, its end, and when gradients are ready."""
+    """Seconds of forward, of a step, and from forward until each gradient is ready."""
 
-    start: Any
-    computed: Any
-    end: Any
-    ready: dict[str, Any]
+    forward: float
+    whole: float
+    after: dict[str, float]
 
 
 def _check(optimizer: Optimizer, batch: Sequence[Tensor], steps: int, warm_up_steps: int) -> None:
@@ -179,41 +148,37 @@ def _step(
     optimizer: Optimizer,
     batch: Sequence[Tensor],
     loss: Callable[..., Tensor],
-    clock: _Clock,
+    clock: Clock,
 ) -> tuple[Any, Any, Any]:
     optimizer.zero_grad()
-    start = clock.mark()
+    start = clock.now()
     value = loss(model, *batch)
     if value.numel() != 1:
         raise ValueError(
             f"the loss is a tensor of shape {tuple(value.shape)}: return one number, for example "
             "its mean()"
         )
-    computed = clock.mark()
+    computed = clock.now()
     value.backward()
     optimizer.step()
-    return start, computed, clock.mark()
+    return start, computed, clock.now()
 
 
-def _medians(steps: list[_Step], clock: _Clock) -> tuple[float, float, dict[str, float]]:
-    """Seconds of forward, of a step, and from forward until each gradient is ready, in order."""
-    names = set().union(*(step.ready for step in steps))
+def _medians(steps: list[_Step]) -> _Step:
+    """The same of all steps, gradients in order."""
+    names = set().union(*(step.after for step in steps))
     if not names:
         raise ValueError("no parameter got a gradient: does the loss depend on the model?")
     for step in steps:
-        if missing := sorted(names - step.ready.keys()):
+        if missing := sorted(names - step.after.keys()):
             raise ValueError(
                 f"parameter {missing[0]!r} got a gradient in some steps only: record a batch that "
                 "takes the same path through the model each time"
             )
-    after = {
-        name: median(clock.between(step.computed, step.ready[name]) for step in steps)
-        for name in steps[-1].ready
-    }
-    forward = median(clock.between(step.start, step.computed) for step in steps)
-    whole = median(clock.between(step.start, step.end) for step in steps)
+    after = {name: median(step.after[name] for step in steps) for name in steps[-1].after}
     # Gradients that are ready at one moment stay in the order of the last step.
-    return forward, whole, dict(sorted(after.items(), key=lambda item: item[1]))
+    ordered = dict(sorted(after.items(), key=lambda item: item[1]))
+    return _Step(median(s.forward for s in steps), median(s.whole for s in steps), ordered)
 
 
 def _state_copies(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:

@@ -23,35 +23,30 @@ _CHUNK_BYTES = 16 << 20
 class Replicas:
     """The weights and buffers of p replicas, and their gradients on p batches."""
 
-    def __init__(
-        self, model: nn.Module, world_size: int, *, loss: Loss, batching: str, shared: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, world_size: int, *, loss: Loss, batching: str) -> None:
         _check_model(model)
         self.world_size = world_size
-        self.shared = shared
-        self.batching = _resolve_batching(batching, model, shared=shared)
+        self.batching = _resolve_batching(batching, model)
         self._loss = loss
         self._model = copy.deepcopy(model)
-        copies = 1 if shared else world_size
         self.parameters = {
-            name: nn.Parameter(_stacked(value, copies))
+            name: nn.Parameter(_stacked(value, world_size))
             for name, value in model.named_parameters()
             if value.requires_grad
         }
         self.buffers = {name: _stacked(value, world_size) for name, value in model.named_buffers()}
-        self._chunk = self._ranks_at_once(copies)
+        self._chunk = self._ranks_at_once()
         self._modules: list[nn.Module] = []
         if self.batching == "loop":
             self._modules = [self._module_of(rank) for rank in range(world_size)]
-        if not shared:
-            for parameter in self.parameters.values():
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
 
     def backward(self, x: Batches, y: Batches) -> Losses:
         """Sets `.grad` of all parameters; the losses, one a rank."""
         if self.batching == "loop":
             return self._backward_one_by_one(x, y)
-        return self._backward_shared(x, y) if self.shared else self._backward_in_chunks(x, y)
+        return self._backward_in_chunks(x, y)
 
     def statistics(self) -> list[Tensor]:
         """Running statistics, stacked."""
@@ -65,7 +60,7 @@ class Replicas:
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, stacked in (self.parameters | self.buffers).items():
             if row is not None:
-                value = stacked.detach()[row if len(stacked) > 1 else 0]
+                value = stacked.detach()[row]
             elif name in averaged:
                 value = mean_of(stacked.detach())
             else:
@@ -81,13 +76,13 @@ class Replicas:
             mean = mean_of(stacked.detach())
             for rows in stacked.detach().split(self._chunk):
                 square += (rows - mean).square_().sum(dtype=torch.float64).cpu()
-        return (float(square) / len(next(iter(self.parameters.values())))) ** 0.5
+        return (float(square) / self.world_size) ** 0.5
 
-    def _ranks_at_once(self, copies: int) -> int:
+    def _ranks_at_once(self) -> int:
         if any(value.is_cuda for value in self.parameters.values()):
-            return copies
-        row_bytes = sum(value.nbytes for value in self.parameters.values()) // copies
-        return max(1, min(copies, _CHUNK_BYTES // row_bytes))
+            return self.world_size
+        row_bytes = sum(value.nbytes for value in self.parameters.values()) // self.world_size
+        return max(1, min(self.world_size, _CHUNK_BYTES // row_bytes))
 
     def _one(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor
@@ -110,15 +105,6 @@ class Replicas:
             losses.append(some.detach())
         return torch.cat(losses)
 
-    def _backward_shared(self, x: Batches, y: Batches) -> Losses:
-        every = vmap(self._one, in_dims=(None, 0, 0, 0), randomness="different")
-        leaves = {n: v.detach()[0].requires_grad_() for n, v in self.parameters.items()}
-        losses = every(leaves, self.buffers, x, y)
-        gradients = torch.autograd.grad(losses.mean(), list(leaves.values()))
-        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
-            parameter.grad = gradient.unsqueeze(0)
-        return losses.detach()
-
     def _backward_one_by_one(self, x: Batches, y: Batches) -> Losses:
         losses, gradients = [], []
         for rank, module in enumerate(self._modules):
@@ -127,10 +113,7 @@ class Replicas:
             gradients.append(torch.autograd.grad(loss, weights))
             losses.append(loss.detach())
         for name, of_ranks in zip(self.parameters, zip(*gradients, strict=True), strict=True):
-            if self.shared:
-                self.parameters[name].grad = torch.stack(of_ranks).mean(0, keepdim=True)
-            else:
-                torch.stack(of_ranks, out=self._gradient(name))
+            torch.stack(of_ranks, out=self._gradient(name))
         return torch.stack(losses)
 
     def _gradient(self, name: str) -> Tensor:
@@ -145,7 +128,7 @@ class Replicas:
         module = copy.deepcopy(self._model)
         for name, parameter in module.named_parameters():
             if name in self.parameters:
-                parameter.data = self.parameters[name].detach()[0 if self.shared else rank]
+                parameter.data = self.parameters[name].detach()[rank]
         for name, buffer in module.named_buffers():
             buffer.data = self.buffers[name][rank]
         return module
@@ -172,14 +155,14 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _resolve_batching(batching: str, model: nn.Module, *, shared: bool) -> Batching:
+def _resolve_batching(batching: str, model: nn.Module) -> Batching:
     if batching == "vmap" or batching == "loop":
         return batching
     if batching != "auto":
         raise ValueError(f"batching must be 'auto', 'vmap' or 'loop', got {batching!r}")
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
-    return "loop" if on_cpu and convolves and not shared else "vmap"
+    return "loop" if on_cpu and convolves else "vmap"
 
 
 class Ranks:
@@ -199,11 +182,7 @@ class Ranks:
         return self._replicas.build_model(None)
 
     def replica(self, rank: int) -> nn.Module:
-        """A new model with the weights and buffers of one rank.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
+        """A new model with the weights and buffers of one rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is none of 0 to {self.world_size - 1}")
         return self._replicas.build_model(rank)

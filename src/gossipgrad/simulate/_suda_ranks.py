@@ -72,7 +72,7 @@ class SudaRanks(Ranks):
         self._graph = resolve_settings(
             world_size, backbone=backbone, topology=topology, lazy=lazy, seed=seed
         ).graph
-        super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=False))
+        super().__init__(Replicas(model, world_size, loss=loss, batching=batching))
         self._stacked = list(self._replicas.parameters.values())
         self._rows = {
             name: [nn.Parameter(row) for row in stacked.detach()]

@@ -54,8 +54,8 @@ class VirtualRanks(Ranks):
     distributed run, to rounding; nothing is communicated. All ranks step together, and no exchange
     is late, but in mode stale each by `delay` rounds.
 
-    `allreduce` keeps one set of weights for all ranks. BatchNorm's statistics are each rank's own,
-    and every average takes them along, as the distributed run does.
+    BatchNorm's statistics are each rank's own, and every average takes them along, as the
+    distributed run does.
 
     Args:
         model: The first state of every replica, parameters in float32 or float64, on the device on
@@ -148,30 +148,24 @@ class VirtualRanks(Ranks):
             seed=seed if gossips else 0,
         )
         self._settings = settings
-        self._schedule = settings.schedule if gossips else None
         self._delay = _delay_of(settings.mode, delay)
-        shared = strategy == "allreduce"
-        super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=shared))
+        self._averages_gradients = strategy == "allreduce"
+        super().__init__(Replicas(model, world_size, loss=loss, batching=batching))
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
         self.optimizer = _make_optimizer(optimizer, self._replicas)
-        self._exchange = self._make_exchange()
         mode = settings.mode
+        self._exchange: Exchange | None = None
+        if gossips:
+            self._exchange = Exchange(
+                settings.schedule,
+                settings.wire_dtype,
+                lagged=self._lagged,
+                weight=mode.weight if isinstance(mode, Stale) else None,
+                delay=self._delay,
+            )
         corrects = gossips and isinstance(mode, Sync) and mode.momentum > 0
         self._corrections = [torch.zeros_like(w) for w in self._weights if corrects]
         self.clamps = 0
-        # All that must be equal for a run to continue from a state.
-        self._kind = {
-            "world_size": world_size,
-            "strategy": strategy,
-            "mode": "Lagged" if self._lagged else type(mode).__name__ + _described(mode),
-            "delay": self._delay,
-            "payload": str(settings.payload),
-            "topology": None if self._schedule is None else self._schedule.describe(),
-            "average_every": settings.average_every,
-            "exchanges": exchanges,
-            "wire_dtype": None if settings.wire_dtype is None else str(wire_dtype),
-            "optimizer": type(self.optimizer).__name__,
-        }
 
     def step(self, x: Batches, y: Batches) -> Losses:
         """One step of every rank: gradients, the optimizer, and the exchange of the strategy.
@@ -189,6 +183,9 @@ class VirtualRanks(Ranks):
         """
         losses, every = self._backward(x, y), self._settings.average_every
         with torch.no_grad():
+            for parameter in self._replicas.parameters.values() if self._averages_gradients else ():
+                assert parameter.grad is not None
+                parameter.grad.copy_(mean_of(parameter.grad))
             self._update()
         self.steps += 1
         if every is not None and self.steps % every == 0:
@@ -212,61 +209,6 @@ class VirtualRanks(Ranks):
             stacked.copy_(mean_of(stacked))
         for correction in self._corrections:
             correction.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a later run needs to continue bit for bit: live tensors, to be saved at once.
-
-        Schedulers and torch's random state are not in it.
-        """
-        exchange, tensors = self._exchange, self._weights + self._state()
-        return {
-            "kind": dict(self._kind),
-            "world_size": self.world_size,
-            "steps": self.steps,
-            "clamps": self.clamps,
-            "weights": {n: p.detach() for n, p in self._replicas.parameters.items()},
-            "buffers": dict(self._replicas.buffers),
-            "optimizer": self.optimizer.state_dict(),
-            "outstanding": {} if exchange is None else exchange.state_dict(tensors),
-            "corrections": list(self._corrections),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a `state_dict`.
-
-        Raises:
-            ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
-                delay, payload, average_every, exchanges, wire_dtype or optimizer; nothing is
-                changed.
-        """
-        saved = state.get("kind", {})
-        for what, here in self._kind.items():
-            if saved.get(what) != here:
-                raise ValueError(
-                    f"{what} was {saved.get(what)} where the state was saved, but is {here} here: "
-                    f"build the ranks with the same {what}"
-                )
-        own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
-        for part, tensors in own.items():
-            shapes, others = ({n: v.shape for n, v in of.items()} for of in (tensors, state[part]))
-            if shapes != others:
-                name = min(n for n in shapes | others if shapes.get(n) != others.get(n))
-                raise ValueError(
-                    f"{part}: {name} was saved with shape {others.get(name)}, but has "
-                    f"{shapes.get(name)} here: build the ranks of the same model"
-                )
-        self.optimizer.load_state_dict(state["optimizer"])
-        for part, tensors in own.items():
-            for name, value in tensors.items():
-                value.copy_(state[part][name])
-        for correction, value in zip(self._corrections, state.get("corrections", ()), strict=False):
-            correction.copy_(value)
-        self.steps, self.clamps = state["steps"], state["clamps"]
-        self._exchange = self._make_exchange()
-        if self._exchange is not None:
-            tensors = self._weights + self._state()
-            self._exchange.load_state_dict(state.get("outstanding", {}), tensors)
 
     def _update(self) -> None:
         """The optimizer's step, and around it the round."""
@@ -323,25 +265,6 @@ class VirtualRanks(Ranks):
             and value.is_floating_point()
             and value.shape == parameter.shape
         ]
-
-    def _make_exchange(self) -> Exchange | None:
-        if self._schedule is None:
-            return None
-        mode = self._settings.mode
-        return Exchange(
-            self._schedule,
-            self._settings.wire_dtype,
-            lagged=self._lagged,
-            weight=mode.weight if isinstance(mode, Stale) else None,
-            delay=self._delay,
-        )
-
-
-def _described(mode: Mode) -> str:
-    """The settings of a mode that a state has to fit, beside its name."""
-    if isinstance(mode, Sync) and mode.momentum:
-        return f", momentum {mode.momentum}, gain {mode.gain}"
-    return ""
 
 
 def _check_strategy(strategy: str, of_others: Mapping[str, object]) -> None:

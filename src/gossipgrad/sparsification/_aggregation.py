@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group, Recorder
+from gossipgrad.comm import Clock, Group, Recorder
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Merge
 from gossipgrad.sparsification._density import density_at
@@ -18,7 +18,6 @@ from gossipgrad.sparsification._gradient_hooks import GradientHooks
 from gossipgrad.sparsification._merged import MergedGroup, Unsent
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
-from gossipgrad.sparsification._streams import Clock
 
 __all__ = ["Aggregation", "Counters", "scale_of"]
 

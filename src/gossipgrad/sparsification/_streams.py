@@ -1,14 +1,12 @@
-"""Memory shared by the backward thread and the collectives' thread, and clocks, on any device."""
+"""Memory shared by the backward thread and the collectives' thread, on any device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Clock", "Staging"]
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -63,25 +61,3 @@ class Staging:
     def from_host(self, tensor: Tensor, out: Tensor) -> Tensor:
         """Return the values on the parameters' device: in `out`, or unchanged if there already."""
         return tensor if self._stream is None else out.copy_(tensor, non_blocking=True)
-
-
-class Clock:
-    """Records when gradients are ready: on an accelerator, long after their hooks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        """Return the current moment; does not wait."""
-        if self._device.type == "cpu":
-            return perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
-
-    def seconds(self, moments: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first moment to each; waits for the last."""
-        if self._device.type == "cpu":
-            return [moment - moments[0] for moment in moments]
-        moments[-1].synchronize()
-        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
