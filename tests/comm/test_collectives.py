@@ -160,7 +160,7 @@ class World:
                     continue
                 assert exchange.received.item() == 1000 * peer + exchange.at.round
                 theirs = self.exchanges[peer][key]
-                assert not theirs.ticket.is_kept
+                assert theirs.payload is None
                 assert theirs.outcome is D or theirs.peer != exchange.peer
         for end in self.ends:
             end.close(0.0)

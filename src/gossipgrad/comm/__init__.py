@@ -69,13 +69,11 @@ from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import stage as stage
 from gossipgrad.comm._tcp import TCPTransport as TCPTransport
 from gossipgrad.comm._tcp import resolve_transport as resolve_transport
-from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Received as Received
 from gossipgrad.comm._transport import Recorder as Recorder
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport
-from gossipgrad.comm._transport import is_joinable as is_joinable
 from gossipgrad.comm._wire import Header as Header
 from gossipgrad.comm._wire import Kind as Kind
 from gossipgrad.comm._wire import Part as Part

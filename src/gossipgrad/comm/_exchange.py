@@ -92,11 +92,10 @@ class Exchange:
         receives: Whether the peer's part is awaited from it.
         ticket: Done when the posted buffer may be written again.
         sends: Whether this rank's part goes to the peer, and has not left.
-        payload: This rank's part, until it has left or will not.
+        payload: This rank's part, until it has left.
         into: The memory for the partner's part; None: memory of its own.
         is_filled: Returns whether `payload` is filled; None if it is.
         on_arrival: Called when the partner's part has arrived, in the thread that receives.
-        is_agreed: Whether the peer has said READY, too.
         outcome: How it ended; `LATE` while it is open.
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
         release: Not None if `received` is the partner's memory, which must not be written: to be
@@ -116,13 +115,17 @@ class Exchange:
     into: Tensor | None = None
     is_filled: Callable[[], bool] | None = None
     on_arrival: "Callable[[Exchange], None] | None" = None
-    is_agreed: bool = False
     outcome: Outcome = Outcome.LATE
     received: Tensor | None = None
     release: Callable[[], None] | None = None
     posted_seconds: float = field(default_factory=time.perf_counter)
     agreed_seconds: float | None = None
     finished_seconds: float | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the peer has said READY, too."""
+        return self.agreed_seconds is not None
 
     @property
     def open(self) -> bool:
@@ -145,8 +148,7 @@ class Exchange:
     def end(self, outcome: Outcome) -> None:
         """End it without the peer's part, and keep this rank's part if it has not left."""
         if self.sends:
-            self.payload = self.is_filled = None
-            self.ticket.keep()
+            self.is_filled, self.ticket.done = None, True
         if self.open:
             self.finish(outcome)
         self.sends = self.receives = False
@@ -162,7 +164,6 @@ class Ledger:
         past: This rank says READY to no round before this one any more.
         latest: Nor does the peer to a round before this one.
         given_up: The last round that this rank has declared void.
-        kept_bytes: Of parts that were posted, and will not leave.
     """
 
     posted: dict[Position, dict[int, Exchange]] = field(default_factory=dict)
@@ -170,7 +171,6 @@ class Ledger:
     past: Position = _START
     latest: Position = _START
     given_up: Position = _START
-    kept_bytes: int = 0
 
     def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:
         """Post an exchange; return whether to say READY to the peer. If not, it is over here.
@@ -200,7 +200,7 @@ class Ledger:
         exchange = self.find(at, bucket)
         if exchange is not None:
             self.awaited.discard((at, bucket))
-            exchange.is_agreed, exchange.agreed_seconds = True, time.perf_counter()
+            exchange.agreed_seconds = time.perf_counter()
         elif at >= self.past:
             self.awaited.add((at, bucket))
         return exchange
@@ -294,9 +294,6 @@ class Ledger:
         return at not in self.posted and len(rounds) >= window
 
     def _end(self, exchange: Exchange, outcome: Outcome) -> None:
-        if exchange.sends:
-            assert exchange.payload is not None
-            self.kept_bytes += exchange.payload.nbytes
         self._remove(exchange)
         exchange.end(outcome)
 

@@ -109,7 +109,7 @@ class Group:
         if (size := len(self.members)) > 1:
             with self.limit(start_timeout_seconds or timeout_seconds):
                 try:
-                    self._gloo = self._connect(checks_way=True)
+                    self._gloo = self._connect()
                 except GossipError:
                     raise
                 except RuntimeError as error:
@@ -403,7 +403,7 @@ class Group:
             self._asked = AskedStore(self.store, timeout_seconds=self._asked.timeout_seconds)
         return Rendezvous(self._asked, name, self.rank, self.members)
 
-    def _connect(self, *, checks_way: bool = False) -> Any:
+    def _connect(self) -> Any:
         """Connect the members in a Gloo group, through the store."""
         end_in_vain = self._end_in_vain(connects=True, meets=True)
         gloo = self._rendezvous.connect(
@@ -411,7 +411,6 @@ class Group:
             listen=end_in_vain,
             unless=self.unless,
             late=self._warn_of,
-            checks_way=checks_way,
         )
         # `limit` may hold now, and not in later collectives; `_wait` applies it.
         gloo._set_default_timeout(timedelta(seconds=self._unlimited_seconds))

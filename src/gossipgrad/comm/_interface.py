@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gossipgrad.comm._group import Group
 
 __all__ = [
-    *("BIND", "GLOO", "address_of_interface", "check_bound", "gloo_address", "gloo_interface"),
+    *("BIND", "GLOO", "address_of_interface", "check_bound", "gloo_interface"),
     *("here", "interface_of", "interface_towards", "is_address", "joining_address"),
     *("own_address", "set_gloo_interface"),
 ]
@@ -171,14 +171,6 @@ def gloo_interface(*, one_host: bool) -> str | None:
         return None
     fallback = "127.0.0.1" if one_host else own_address(os.environ.get("MASTER_ADDR"))
     return os.environ.get(BIND) or fallback
-
-
-def gloo_address(interface: str | None) -> str | None:
-    """Return the address at which Gloo listens for a `gloo_interface`, None if unknown; local."""
-    interface = interface or (os.environ.get(GLOO) or "").partition(",")[0]
-    if not interface:
-        return next((where[0] for _, where in _addresses(socket.gethostname())), None)
-    return interface if is_address(interface) else address_of_interface(interface)
 
 
 def is_address(text: str) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,6 @@ from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
 from gossipgrad.comm._interface import (
     BIND,
     GLOO,
-    gloo_address,
     gloo_interface,
     here,
     is_address,
@@ -32,7 +30,6 @@ LATE_SECONDS = 5.0  # in a collective, before a warning names the missing member
 _UNUSED_TAG = 1
 _CONNECT_SECONDS = 15.0
 _MEMBER_SECONDS = 1.0  # more to connect for each member
-_REACH_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 _MOST_POLL_SECONDS = 0.5
 _POLL_SHARE = 1 / 40  # of the wait so far: each of many ranks polls for all others
@@ -66,7 +63,6 @@ class Rendezvous:
         listen: Callable[[], object],
         unless: Callable[[], object],
         late: Callable[[list[int]], object] = lambda missing: None,
-        checks_way: bool = False,
     ) -> Any:
         """Connect the members in a Gloo group.
 
@@ -76,10 +72,8 @@ class Rendezvous:
             unless: Called while waiting; after a `GossipError` of it this rank no longer counts as
                 present, and the others wait for it again.
             late: Called once with the members that are missing after a few seconds.
-            checks_way: Whether to check first that each member reaches the next one.
 
         Raises:
-            GossipError: On all members, if one does not reach the next; both addresses are named.
             GivenUpError: Some members are missing, or did not connect; they are named.
             RuntimeError: As the store does.
         """
@@ -114,8 +108,6 @@ class Rendezvous:
             f"this rank tried {tried}: set {GLOO}, or {BIND}, on each host to the interface that "
             "the others reach, such as eth1, and unset it where it names none"
         )
-        if checks_way and not one_host:
-            self._check_way(gloo_address(interface), listen)
 
         def make(store: dist.Store) -> Any:
             options: Any = connect
@@ -139,56 +131,6 @@ class Rendezvous:
             raise GivenUpError(f"{who} did not connect ({first_line(error)}); {way_out}") from error
         asked.begin(lambda store: store.delete_key(here[self._rank]))  # all members have read it
         return gloo
-
-    def _check_way(self, address: str | None, listen: Callable[[], object]) -> None:
-        """Raise `GossipError` on all members if one cannot connect to the next one's address.
-
-        1. Gloo listens at an address that the others cannot reach.
-        2. A member that connects to it fails, and names one of the two addresses.
-        3. Those that wait for this member's connection wait until their timeout, and know neither.
-        """
-        index, asked = self._members.index(self._rank), self._asked
-        following = self._members[(index + 1) % len(self._members)]
-        with contextlib.ExitStack() as stack:
-            own = ""  # then Gloo says why it cannot listen
-            with contextlib.suppress(OSError):
-                family = socket.AF_INET6 if ":" in (address or "") else socket.AF_INET
-                if address is not None and "%" not in address:  # scopes differ among hosts
-                    ear = stack.enter_context(socket.create_server((address, 0), family=family))
-                    own = json.dumps([address, ear.getsockname()[1]])
-            self._gather("way", own, [following], listen)
-            key = self._keys("way")[following]
-            if there := asked.ask(lambda store: store.get(key), listen=listen).decode():
-                host, port = json.loads(there)
-                try:
-                    socket.create_connection((host, port), _REACH_SECONDS).close()
-                except OSError as error:
-                    problem = (
-                        f"rank {self._rank} at {address} cannot reach rank {following} at {host} "
-                        f"({error.strerror or error})"
-                    )
-                    asked.ask(lambda store: store.compare_set(f"{self._name}/cut", "", problem))
-            self._gather("reached", "", self._members, listen)
-        if asked.ask(lambda store: store.check([f"{self._name}/cut"]), listen=listen):
-            problem = asked.ask(lambda store: store.get(f"{self._name}/cut")).decode()
-            raise GossipError(
-                f"{problem}: set {BIND}, or {GLOO}, on each host to the interface that the others "
-                "reach, such as eth1, and let firewalls pass TCP between the ranks, to any port"
-            )
-
-    def _gather(
-        self, occasion: str, value: str, ranks: Sequence[int], listen: Callable[[], object]
-    ) -> None:
-        """Report this member's value, and wait for those of some members."""
-        limit_seconds = _CONNECT_SECONDS + _MEMBER_SECONDS * len(self._members)
-        keys, deadline, pause = self._keys(occasion), Deadline(limit_seconds), _Pause()
-        awaited = {rank: keys[rank] for rank in ranks}
-        self._asked.ask(lambda store: store.set(keys[self._rank], value), listen=listen)
-        while not self._asked.ask(lambda store: store.check([*awaited.values()]), listen=listen):
-            listen()
-            if deadline.is_over():
-                raise GivenUpError(f"{named(self._missing(awaited))} did not try the way to others")
-            pause()
 
     @property
     def _vain(self) -> str:

@@ -3,13 +3,13 @@
 And the interface of what records spans of time there; `gossipgrad.report` writes them as a trace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Joinable", "Lost", "Received", "Recorder", "Ticket", "Transport", "is_joinable"]
+__all__ = ["Lost", "Received", "Recorder", "Ticket", "Transport"]
 
 
 @runtime_checkable
@@ -29,15 +29,9 @@ class Ticket:
 
     Attributes:
         done: Whether nothing reads it any more: it was sent, or will not be.
-        is_kept: Whether it will not be sent.
     """
 
     done: bool = False
-    is_kept: bool = False
-
-    def keep(self) -> None:
-        """The payload will not be sent."""
-        self.done = self.is_kept = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,33 +102,3 @@ class Transport(Protocol):
     def close(self, linger_seconds: float = 0.0) -> None:
         """Send queued messages for at most `linger_seconds`, then close every link."""
         ...
-
-
-@runtime_checkable
-class Joinable(Transport, Protocol):
-    """A transport of a run that ranks may join."""
-
-    @property
-    def introduction(self) -> list[Any]:
-        """This rank's introduction."""
-        ...
-
-    @property
-    def published_secret(self) -> str | None:
-        """The secret that joiners get from the run's store, None if it is in a file."""
-        ...
-
-    @property
-    def introductions(self) -> dict[int, list[Any]]:
-        """The introductions of all known ranks, including this one."""
-        ...
-
-    def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
-        """Add a rank that has joined; links are created on first use, on both ends."""
-        ...
-
-
-def is_joinable(transport: object) -> TypeGuard[Joinable]:
-    """Whether ranks may join over a transport, or over the one it wraps."""
-    # From Python 3.12 on, isinstance() ignores attributes of a wrapper's __getattr__.
-    return hasattr(transport, "add_peer")

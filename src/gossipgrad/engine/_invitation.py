@@ -28,7 +28,6 @@ from gossipgrad.comm import (
     Group,
     Heartbeats,
     all_parameters,
-    is_joinable,
     is_sharded,
     replica_state,
 )
@@ -97,7 +96,7 @@ class Invitation:
         self._replica, self._fingerprint = replica, fingerprint
         self._transport: Any = rounds.channel.transport
         root = root_of(group.store)
-        if refusal is None and not is_joinable(self._transport):
+        if refusal is None and not hasattr(self._transport, "add_peer"):
             refusal = "its links are not over TCP: use transport='tcp'"
         if refusal is None and not isinstance(root, dist.TCPStore):
             refusal = (

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 from weakref import finalize
 
 import torch.distributed as dist
@@ -19,9 +20,7 @@ from gossipgrad.comm import (
     Membership,
     MemberWatch,
     ScriptedDeathError,
-    Transport,
     finalize_early,
-    is_joinable,
     named,
 )
 from gossipgrad.engine._rounds import Rounds
@@ -157,11 +156,10 @@ class Members:
         Raises:
             GossipError: The store does not answer, or all members have ended.
         """
-        watch, transport = self.watch, rounds.channel.transport
+        watch = self.watch
+        transport: Any = rounds.channel.transport
         assert watch is not None
-        assert is_joinable(transport)
-        introduction = transport.introduction
-        return self._group.ask(lambda _: watch.ask(introduction))
+        return self._group.ask(lambda _: watch.ask(transport.introduction))
 
     def is_in_record(self, rank: int) -> bool:
         """Whether a rank is a member, for a joiner that is none yet; waits for the store only."""
@@ -265,14 +263,13 @@ class Members:
         if self._channel is not None:
             self._channel.poll()
 
-    def _meet_joiners(self, latest: Membership, transport: Transport) -> None:
+    def _meet_joiners(self, latest: Membership, transport: Any) -> None:
         """Add the joiners; one that cannot be added counts as gone here."""
-        met = transport.introductions if is_joinable(transport) else {}
+        met = getattr(transport, "introductions", {})
         members = {rank: latest.joined[rank] for rank in latest.joined if rank in latest.living}
         known = {**latest.joining, **members}
         for rank in known.keys() - {*met, self._group.rank}:
             try:
-                assert is_joinable(transport), "only such runs can be joined"
                 transport.add_peer(rank, known[rank].introduction)
             except (AgreementError, ValueError, TypeError) as error:
                 logger.warning(

@@ -470,15 +470,12 @@ class Rounds:
         self._spent("mix", start, round=transfer.round, bucket=bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values, as if the open round were not sent yet."""
-        # The open round is sent again after a resume.
-        unsent = [each for one in self._open() for each in one.exchanges.values()]
-        counts = self.channel.counts_without(unsent)
+        """Return the counters as plain values."""
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "outcomes": {outcome.value: count for outcome, count in self.outcomes.items()},
             "pair_distance": self.pair_distance.state_dict(),
-            "links": {name: self._before[name] + count for name, count in counts.items()},
+            "links": {name: self.count(name) for name in _LINK_COUNTS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
