@@ -24,31 +24,19 @@ _WAY_OUT = (
 
 
 class Access:
-    """A secret that both ends of a link prove to know, without sending it.
-
-    Args:
-        secret: Random bytes that all ranks of a run know.
-        is_from_file: Whether they come from a file on every rank; otherwise they are published in
-            the run's store.
-
-    Attributes:
-        fingerprint: Equal for equal files, and reveals nothing about them; None without a file.
-        published: The secret as text for the run's store; None with a file.
-    """
+    """A secret that both ends of a link prove to know, without sending it."""
 
     def __init__(self, secret: bytes, *, is_from_file: bool) -> None:
         key = hashlib.blake2b(secret, person=b"gossipgrad run").digest()
         self._key = _derive(key, b"hello")
+        # Equal for equal files, and reveals nothing about them.
         self.fingerprint = _derive(key, b"fingerprint").hex() if is_from_file else None
+        # For the run's store.
         self.published = None if is_from_file else secret.hex()
 
     @classmethod
     def resolve(cls, published: str | None) -> "Access":
-        """Return the access by the file that `GOSSIPGRAD_SECRET_FILE` names, or a published secret.
-
-        Raises:
-            ValueError: The file is missing or invalid, or there is neither.
-        """
+        """Return the access by the file that the environment names, or by a published secret."""
         if where := os.environ.get(SECRET_FILE):
             return cls(_secret_in(where), is_from_file=True)
         if published is None:
@@ -64,15 +52,7 @@ class Access:
 
 
 def meet_access(group: Group) -> Access:
-    """Return this rank's access after checking that all ranks have the same; a collective.
-
-    Without a file on any rank, the lowest rank draws a secret.
-
-    Raises:
-        ValueError: This rank's file is missing or invalid.
-        AgreementError: Ranks have different files, or only some have one.
-        GossipError: Another rank's file is missing or invalid.
-    """
+    """Return this rank's access, drawn by the lowest rank if no rank has a file; a collective."""
     drawn, mistake = secrets.token_hex(_LEAST_BYTES), None
     access = Access(bytes.fromhex(drawn), is_from_file=False)
     try:
@@ -93,11 +73,7 @@ def meet_access(group: Group) -> Access:
 
 
 def check_same(rank: int, fingerprint: str | None, others: str | None) -> None:
-    """Compare the fingerprint of a rank's file with that of the others.
-
-    Raises:
-        AgreementError: The files differ, or only one of the two has one.
-    """
+    """Raise `AgreementError` unless a rank's file has the fingerprint of the others'."""
     if fingerprint == others:
         return
     if None in (fingerprint, others):

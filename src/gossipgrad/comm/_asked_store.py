@@ -31,11 +31,7 @@ class StoreSilentError(RuntimeError):
 class Deadline:
     """A timeout that counts only time in which this process ran.
 
-    Otherwise a process that was stopped (SIGSTOP, a sleeping host) would find others late that
-    answered long ago.
-
-    Args:
-        seconds: How long.
+    A process that was stopped (SIGSTOP, a sleeping host) would else find others late that answered.
     """
 
     def __init__(self, seconds: float) -> None:

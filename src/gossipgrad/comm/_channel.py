@@ -529,11 +529,7 @@ class Channel:
             self._enter_era(self.generation, self._later_epoch)
 
     def _read(self, arrival: Received) -> tuple[Header, Tensor | None]:
-        """Return the header and payload of a message of this run.
-
-        Raises:
-            WireError: It belongs to no such message, or does not fit the plan.
-        """
+        """Return the header and payload of a message of this run, or raise `WireError`."""
         header, payload = Header.unpack(arrival.header), arrival.payload
         if header.run != self.run:
             raise WireError("it belongs to another run")
@@ -587,11 +583,7 @@ class Channel:
     def _handle(
         self, header: Header, payload: Tensor | None, release: Callable[[], None] | None
     ) -> Exchange | None:
-        """Handle a message of this run; return the exchange whose part it was, if any.
-
-        Raises:
-            WireError: Its sender is gone, or its payload cannot be kept.
-        """
+        """Handle a message of this run; return the exchange whose part it was, if any."""
         kind, peer = header.kind, header.sender
         ledger = self._ledgers[peer]
         if (how := self.gone.get(peer)) is not None:

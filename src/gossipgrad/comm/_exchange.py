@@ -156,30 +156,16 @@ class Exchange:
 
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """The state of one link; no threads, and nothing is sent from here.
+    """The state of one link; no threads, and nothing is sent from here."""
 
-    Attributes:
-        posted: What this rank has said READY to and is not over, by position and bucket.
-        awaited: Positions and buckets that the peer has said READY to before this rank.
-        past: This rank says READY to no round before this one any more.
-        latest: Nor does the peer to a round before this one.
-        given_up: The last round that this rank has declared void.
-    """
-
-    posted: dict[Position, dict[int, Exchange]] = field(default_factory=dict)
-    awaited: set[tuple[Position, int]] = field(default_factory=set)
-    past: Position = _START
-    latest: Position = _START
-    given_up: Position = _START
+    posted: dict[Position, dict[int, Exchange]] = field(default_factory=dict)  # and not over
+    awaited: set[tuple[Position, int]] = field(default_factory=set)  # the peer alone is READY
+    past: Position = _START  # this rank says READY to no round before this one any more
+    latest: Position = _START  # nor does the peer to a round before this one
+    given_up: Position = _START  # the last round that this rank has declared void
 
     def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:
-        """Post an exchange; return whether to say READY to the peer. If not, it is over here.
-
-        Args:
-            exchange: Of no earlier round than those before it.
-            window: How many rounds of an era may be open.
-            is_alive: Whether the peer can be reached.
-        """
+        """Post an exchange; return whether to say READY to the peer. If not, it is over here."""
         at, key = exchange.at, (exchange.at, exchange.bucket)
         assert exchange.bucket not in self.posted.get(at, ()), f"round {at.round} is posted twice"
         self.prune(before=at)
@@ -221,11 +207,8 @@ class Ledger:
         values: Tensor,
         release: Callable[[], None] | None = None,
     ) -> Exchange | None:
-        """The peer's part has arrived; return its exchange if that was open.
-
-        Parts arrive in the order of their rounds: one that is missing was lost with a link that was
-        made again since.
-        """
+        """The peer's part has arrived; return its exchange if that was open."""
+        # Parts arrive in order: one that is missing was lost with a link that was made again.
         for exchange in self.all_posted():
             if exchange.at < at and exchange.receives:
                 self._end(exchange, Outcome.VOID)
@@ -257,10 +240,7 @@ class Ledger:
             self._end(exchange, Outcome.VOID)
 
     def cancel(self, exchange: Exchange) -> bool:
-        """End an open exchange; return whether to take READY back.
-
-        If both ends are agreed, the peer counts the exchange nevertheless: its part is dropped.
-        """
+        """End an open exchange; return whether to take READY back. An agreed part is dropped."""
         self.prune(before=exchange.at.next)
         if not exchange.is_agreed:
             self._end(exchange, Outcome.VOID)

@@ -504,10 +504,7 @@ class Group:
             )
 
     def _end_in_vain(self, *, connects: bool, meets: bool) -> Callable[[], None]:
-        """Return a check that raises `GivenUpError` when awaited members will not come.
-
-        Connected members get a moment for the last bytes of a collective that all entered.
-        """
+        """Return a check that raises `GivenUpError` when awaited members will not come."""
         hopeless_seconds = math.inf
 
         def check() -> None:

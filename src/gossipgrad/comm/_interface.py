@@ -38,14 +38,9 @@ _WAY_OUT = (
 
 
 def interface_of(group: "Group", asked: str | None = None) -> tuple[str, bool]:
-    """Return the interface to listen on, and whether all ranks are on one host.
+    """Return the interface to listen on, and whether all ranks are on one host; a collective.
 
-    The interface is given by the argument or by `GOSSIPGRAD_BIND`. Otherwise it is loopback if all
-    ranks are on one host, or the address from which this host reaches `MASTER_ADDR`, or the one
-    that its name resolves to. A collective over `group` in every case.
-
-    Raises:
-        ValueError: If another host could not reach the address.
+    As asked, or by `GOSSIPGRAD_BIND`; else loopback on one host, or the way to `MASTER_ADDR`.
     """
     asked = asked or os.environ.get(BIND)
     one_host = len(set(group.all_gather_object(here()))) == 1
@@ -55,16 +50,7 @@ def interface_of(group: "Group", asked: str | None = None) -> tuple[str, bool]:
 
 
 def check_bound(asked: str, address: str, *, one_host: bool) -> None:
-    """Refuse a listening address that is every interface, or that other ranks cannot reach.
-
-    Args:
-        asked: Address or name of an interface.
-        address: The address that the socket is bound to.
-        one_host: Whether all ranks are on this host.
-
-    Raises:
-        ValueError: The address is one of these.
-    """
+    """Refuse a listening address that is every interface, or that other ranks cannot reach."""
     if _parsed(address).is_unspecified:
         raise ValueError(f"bind={asked!r} is every interface, not an address: {_WAY_OUT}")
     if _is_loopback(address) and not one_host:
@@ -108,11 +94,7 @@ def here() -> str:
 
 
 def own_address(towards: str | None) -> str | None:
-    """Return the address of this host on the route to `towards`, or another one; local.
-
-    That is the address of its name, or the one on its default route. None if there is none but
-    loopback.
-    """
+    """Return the address of this host on the route to `towards`, or another but loopback; local."""
     own = None if towards is None else _address_on_route(_addresses(towards))
     return own or _address_of_name() or _address_on_route(_ELSEWHERE)
 
@@ -163,10 +145,7 @@ def address_of_interface(name: str) -> str | None:
 
 
 def gloo_interface(*, one_host: bool) -> str | None:
-    """Return the address or interface that Gloo listens on, the same as links; local.
-
-    None: it finds one by itself, from its own variable or this host's name.
-    """
+    """Return the address or interface for Gloo, that of the links; None: it finds one by itself."""
     if os.environ.get(GLOO):
         return None
     fallback = "127.0.0.1" if one_host else own_address(os.environ.get("MASTER_ADDR"))
@@ -228,11 +207,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _require_address(towards: str | None) -> str:
-    """Return `own_address`.
-
-    Raises:
-        ValueError: There is none that other hosts could reach.
-    """
+    """Return `own_address`, or raise `ValueError`: other hosts could reach none."""
     if (address := own_address(towards)) is None:
         name = socket.gethostname()
         found = ", ".join(sorted({where[0] for _, where in _addresses(name)})) or "no address"

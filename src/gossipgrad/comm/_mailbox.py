@@ -101,11 +101,7 @@ class Mailbox:
             return mail
 
     def _accept(self, header: Header, payload: Tensor | None) -> None:
-        """Keep a peer's version.
-
-        Raises:
-            WireError: It does not fit.
-        """
+        """Keep a peer's version; raises `WireError` if it does not fit."""
         if header.bucket >= len(self.plan) or header.round < 0:
             raise WireError(f"version {header.round} of key {header.bucket} is not in the plan")
         values = self.plan[header.bucket].read(header, payload)

@@ -38,16 +38,10 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Doubt:
-    """A rank whose connection ended, and which is declared dead soon without a new heartbeat.
+    """A rank whose connection ended, and which is declared dead soon without a new heartbeat."""
 
-    Attributes:
-        broken: The generation in which its link broke, -1 if it need not be reopened.
-        beat: The first beat that was read, which may be older than the doubt. A later one clears
-            it.
-    """
-
-    broken: int
-    beat: bytes | None = None
+    broken: int  # the generation in which its link broke, -1 if it need not be reopened
+    beat: bytes | None = None  # the first that was read, perhaps older; a later one clears it
 
 
 class MemberWatch(Liveness):
@@ -320,10 +314,7 @@ class MemberWatch(Liveness):
         return watched
 
     def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
-        """Write the next generation without some ranks, if this rank is in the newest one.
-
-        A rank that wrote first may have seen more, so the next beat checks again; leaving is final.
-        """
+        """Write the next generation without some ranks, if this rank is in the newest one."""
         known = None
         while self.latest is not known and {*ranks} & {*self.latest.living}:
             known = self.latest
@@ -332,7 +323,7 @@ class MemberWatch(Liveness):
             self._learn(newest)
             for rank in {*known.joined} - {*newest.joined}:  # no rank watches it any more
                 self._store.delete_key(self._key(rank))
-            if not left:
+            if not left:  # a rank that wrote first may have seen more: the next beat checks again
                 return
 
     def _renew(self) -> None:

@@ -43,14 +43,7 @@ class GivenUpError(RuntimeError):
 
 
 class Rendezvous:
-    """Connects the members of a generation through a store.
-
-    Args:
-        asked: The store; the same prefix on all members.
-        name: Distinguishes this generation from all others in the store.
-        rank: This rank.
-        members: All members, ascending, including this rank.
-    """
+    """Connects the members of a generation through a store."""
 
     def __init__(self, asked: AskedStore, name: str, rank: int, members: Sequence[int]) -> None:
         self._asked, self._name, self._rank = asked, name, rank
@@ -66,16 +59,8 @@ class Rendezvous:
     ) -> Any:
         """Connect the members in a Gloo group.
 
-        Args:
-            timeout_seconds: How long to wait for the members, and then for their connections.
-            listen: Called while waiting; an error that it raises ends the wait.
-            unless: Called while waiting; after a `GossipError` of it this rank no longer counts as
-                present, and the others wait for it again.
-            late: Called once with the members that are missing after a few seconds.
-
-        Raises:
-            GivenUpError: Some members are missing, or did not connect; they are named.
-            RuntimeError: As the store does.
+        Calls `listen` and `unless` while it waits; after an error of `unless` this rank is absent.
+        `late` gets the members that are missing after a few seconds, once.
         """
         asked, here = self._asked, self._keys("here")
         connect_seconds = _CONNECT_SECONDS + _MEMBER_SECONDS * len(self._members)
@@ -138,14 +123,10 @@ class Rendezvous:
         return f"{self._name}/vain"
 
     def _arrive(self, store: dist.Store) -> int | None:
-        """Report that this member is present, and whether members are on several hosts.
-
-        Return a member that has given up waiting: this one would not reach it, and look for the
-        cause in the network.
-        """
+        """Report that this member is present; return a member that has given up waiting, if any."""
         if store.check([self._vain]):
             if (gave_up := int(store.get(self._vain))) != self._rank:
-                return gave_up
+                return gave_up  # or this rank would look for the cause in the network
             store.delete_key(self._vain)  # it waits once more
         host = here()
         if store.compare_set(f"{self._name}/host", "", host).decode() != host:
@@ -166,15 +147,8 @@ class Rendezvous:
         return Waiting(self._asked, self._keys("waits"), self._rank)
 
     def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
-        """Return the first report, by any member, of connections that ended in a collective.
-
-        A member that sees a broken connection ends its own, so later reports also name living
-        ranks.
-
-        Args:
-            ended: The ranks whose connections this rank saw end; the result if the store has no
-                report.
-        """
+        """Return the first report, by any member, of connections that ended in a collective."""
+        # A member that sees a broken connection ends its own, so later reports name living ranks.
         key, report = f"{self._name}/broken", json.dumps([*ended])
         try:
             first = self._asked.ask(
@@ -199,8 +173,7 @@ class Rendezvous:
     def end(self, gloo: Any) -> None:
         """End the running collective, here and on the others; otherwise its destructor would wait.
 
-        Only an expired deadline makes Gloo do so. It does not expire on a connection that is
-        already broken, so each is tried.
+        Only an expired deadline makes Gloo do so, but on no broken connection: each is tried.
         """
         for index, rank in enumerate(self._members):
             if rank != self._rank:
@@ -235,13 +208,7 @@ class _Pause:
 class Waiting:
     """A rank that waits in a collective: it reports that, and finds who does not; never blocks.
 
-    A rank reports after a second, and after a few seconds reads which others have. Most collectives
-    are over before that.
-
-    Args:
-        asked: The store.
-        keys: The key under which each member reports.
-        rank: This rank.
+    It reports after a second, and after a few seconds reads which others have.
     """
 
     def __init__(self, asked: AskedStore, keys: Mapping[int, str], rank: int) -> None:

@@ -180,27 +180,14 @@ def plain(value: Any, what: str, copy: bool) -> Any:
 def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]], list[list[Any]]]:
     """Return an optimizer's state of parameters, and its state under names; local.
 
-    Args:
-        optimizer: The optimizer.
-        what: Its name in messages.
-        copy: Whether tensors that are in host memory are copied.
-
-    Returns:
-        For each parameter in order its index, its state, and the paths of tensors in it that stay
-        in host memory wherever the parameter is. The same with names instead of indices.
-
-    Raises:
-        GossipError: A value is not plain, or has a key that is neither a parameter nor text.
+    Of each parameter its index, its state, and the paths of tensors that stay in host memory.
     """
     with filled(optimizer):
         return _kept_by(optimizer, what, copy)
 
 
 def filled(optimizer: Optimizer) -> AbstractContextManager[object]:
-    """Make `state` complete inside, also for an optimizer that keeps part of it elsewhere.
-
-    Such an optimizer has a context manager `filled_state()`, and `take_state()` to read it back.
-    """
+    """Make `state` complete inside, also for an optimizer that keeps part of it elsewhere."""
     return getattr(optimizer, "filled_state", nullcontext)()
 
 
@@ -315,8 +302,7 @@ def _copied(value: Any) -> Any:
 def _on_host(value: Any, parameter: Tensor) -> list[list[Any]]:
     """Return the paths of tensors that belong in host memory.
 
-    Beside a parameter on another device, those that are there. Beside one in host memory all are
-    there, and it says nothing: then only a step count, as in `torch.optim.Optimizer`.
+    Beside a parameter in host memory all are: then only a step count, as in torch's optimizers.
     """
     paths: list[list[Any]] = []
     _mapped(value, lambda t, at: paths.append([*at]) if t.device.type == "cpu" else None)
@@ -324,10 +310,7 @@ def _on_host(value: Any, parameter: Tensor) -> list[list[Any]]:
 
 
 def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> Any:
-    """Copy a value to the parameter's device, sharded like it if it has its local shape.
-
-    Tensors that were in host memory stay there.
-    """
+    """Copy a value to the parameter's device, sharded like it if it has its local shape."""
     paths = {tuple(path) for path in on_host}
 
     def bring(tensor: Tensor, at: Path) -> Tensor:
@@ -399,10 +382,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _shard_of(tensors: Iterable[Tensor]) -> dict[str, list[int]] | None:
-    """Return this rank's index and the number of shards on each sharded mesh axis.
-
-    None if no tensor is sharded; local.
-    """
+    """Return this rank's index and number of shards on each sharded mesh axis; None without."""
     positions: dict[str, list[int]] = {}
     for tensor in tensors:
         if is_sharded(tensor):

@@ -36,8 +36,7 @@ _offered: dict[int, tuple[int, bytes]] = {}  # bytes and descriptor of each piec
 class Arena:
     """Memory of this process that others of its host can read, in pieces of the given sizes.
 
-    Pages that are not written take no memory. Where there are no such files (other systems, some
-    builds of Python, no `/proc`), and for little memory, it is memory of this process alone.
+    Where that is not possible (no memfd, no `/proc`), and for little memory, of this process alone.
     """
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
@@ -81,11 +80,7 @@ class Reader:
         self._arenas: dict[tuple[int, int], Tensor] = {}
 
     def read(self, descriptor: bytes | bytearray, size_bytes: int) -> Tensor:
-        """Return a piece as bytes, shape `(size_bytes,)`; it must not be written.
-
-        Raises:
-            OSError: This process cannot read that arena.
-        """
+        """Return a piece as bytes, not to be written; raises `OSError` if it cannot be read."""
         process, file, offset, token = _DESCRIPTOR.unpack(descriptor)
         arena = self._arenas.get((process, file))
         if arena is None or not _has_token(arena, token):  # that file's number was used again

@@ -20,14 +20,7 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max
 class _Copy:
     """A copy of one bucket, of the wire type, in host memory.
 
-    On an accelerator the copy is first made there, on the stream of the training step. On CUDA a
-    side stream then copies it to pinned host memory, so that the step never waits for the transfer.
-    On other accelerators it is copied to host memory immediately.
-
-    Attributes:
-        flat: The copy on the tensors' device.
-        holder: The snapshot that it belongs to, None for none.
-        tickets: Of the transports that read it.
+    On CUDA it is made on the step's stream, and a side stream copies it to pinned host memory.
     """
 
     def __init__(self, plan: BucketPlan, bucket: int, device: torch.device, flat: Tensor) -> None:
@@ -40,7 +33,7 @@ class _Copy:
         self._host: Tensor | None = None
         if device.type == "cuda":
             self._host = torch.empty_like(self.flat, device="cpu").pin_memory()
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []  # of the transports that read it
         self.holder: Snapshot | None = None
 
     @property

@@ -63,24 +63,16 @@ _all: "weakref.WeakSet[_Links]" = weakref.WeakSet()
 
 
 class _Link:
-    """A rank, the messages to it, and the connection that is used or made.
-
-    Attributes:
-        peer: The rank.
-        outgoing: The messages that have not left.
-        connection: None between two attempts to connect.
-        is_lost: Whether it was up and ended, or cannot come up.
-        failures: Attempts to connect without an answer, in a row.
-        retry_seconds: When to connect next (`time.monotonic`).
-        is_writing: Whether the thread of the links sends the first messages now.
-    """
+    """A rank, the messages to it, and the connection that is used or made."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.outgoing = Outgoing()
-        self.connection: Connection | None = None
-        self.is_lost = self.is_writing = False
-        self.failures, self.retry_seconds = 0, 0.0
+        self.connection: Connection | None = None  # between two attempts to connect
+        self.is_lost = False  # it was up and ended, or cannot come up
+        self.is_writing = False  # the thread of the links sends the first messages now
+        self.failures = 0  # attempts to connect without an answer, in a row
+        self.retry_seconds = 0.0  # when to connect next (`time.monotonic`)
 
     @property
     def is_up(self) -> bool:
@@ -704,13 +696,7 @@ class TCPTransport:
         )
 
     def _prove_links(self, group: Group) -> None:
-        """Send a message to the next rank, and await that of the one before; a collective.
-
-        Nothing else is on the links before all ranks have done so.
-
-        Raises:
-            GossipError: On every rank, if a message did not arrive in time.
-        """
+        """Send a message to the next rank, and await that of the one before; all raise, or none."""
         if (size := len(group.members)) == 1:
             return
         index = group.members.index(group.rank)
@@ -792,11 +778,7 @@ def resolve_transport(transport: Any) -> Callable[[Group, int], Transport]:
 
 
 def _make_room(world_size: int) -> None:
-    """Raise this process's limit of open files, if links to all ranks need more.
-
-    Raises:
-        ValueError: The system allows too few.
-    """
+    """Raise this process's limit of open files, if links to all ranks need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OTHER_FILES + _FILES * world_size
     if hard != resource.RLIM_INFINITY and needed > hard:
@@ -810,11 +792,7 @@ def _make_room(world_size: int) -> None:
 
 
 def _bind(address: str, *, one_host: bool) -> socket.socket:
-    """Listen on a free port.
-
-    Raises:
-        ValueError: The interface is not of this host, or the others cannot reach it.
-    """
+    """Listen on a free port; raise `ValueError` where others cannot reach it."""
     try:
         family, *_, where = socket.getaddrinfo(
             address_of_interface(address) or address, 0, type=socket.SOCK_STREAM

@@ -75,14 +75,10 @@ class NotNowError(ConnectionError):
 
 
 class Outgoing:
-    """The messages to one rank that have not left; the caller holds a lock.
-
-    Attributes:
-        shares: Whether the other end can read this process's memory.
-    """
+    """The messages to one rank that have not left; the caller holds a lock."""
 
     def __init__(self) -> None:
-        self.shares = False
+        self.shares = False  # whether the other end can read this process's memory
         self._unread: dict[int, Ticket] = {}  # of payloads that the other end has not read yet
         self._number = 0
         self._views: deque[tuple[memoryview, Ticket | None]] = deque()
@@ -154,28 +150,7 @@ class Outgoing:
 
 
 class Connection:
-    """A non-blocking socket, and what it is in the middle of.
-
-    Args:
-        sock: Connected, or connecting to `peer`.
-        rank: This rank.
-        peer: The rank to connect to; None for an accepted connection.
-        access: Proves the secret.
-        most_bytes: A message with a larger payload ends the connection.
-        admit: Called when an accepted connection has proven its rank; returns whether it is taken.
-        memory: Returns where to receive the payload of a message, None for memory of its own.
-        reader: Reads payloads that lie in the other end's memory.
-        has_read: Called with the number of such a payload when it was used.
-
-    Attributes:
-        peer: The rank at the other end; of an accepted connection only when it has proven it.
-        is_dialled: Whether this end connects.
-        is_up: Whether messages may be sent.
-        writes: Whether its loop waits until the socket takes more bytes.
-        arrived: Whole messages, for the caller to remove.
-        notes: Notes about memory, for the caller to remove.
-        reader: See above.
-    """
+    """A non-blocking socket, and what it is in the middle of."""
 
     def __init__(
         self,
@@ -190,32 +165,26 @@ class Connection:
         reader: Reader,
         has_read: Callable[["Connection", bytes], None],
     ) -> None:
+        # The peer of an accepted connection is known only when it has proven itself.
         self.sock, self.peer, self.is_dialled = sock, peer, peer is not None
-        self.is_up = self.writes = False
-        self.arrived: list[Received] = []
-        self.notes: list[tuple[Note, bytes]] = []
+        self.is_up = False  # messages may be sent
+        self.writes = False  # its loop waits until the socket takes more bytes
+        self.arrived: list[Received] = []  # whole messages, for the caller to remove
+        self.notes: list[tuple[Note, bytes]] = []  # about memory, for the caller to remove
         self._rank, self._access, self._most_bytes, self._admit = rank, access, most_bytes, admit
         self._memory, self.reader, self._has_read = memory, reader, has_read
         self._script = self._dial() if self.is_dialled else self._answer()
         self._wanted = memoryview(b"")
 
     def begin(self) -> None:
-        """Start to speak, once connected.
-
-        Raises:
-            OSError: It is not connected.
-        """
+        """Start to speak, once connected; raises `OSError` if it is not."""
         if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(error, os.strerror(error))
         _tune(self.sock)
         self._go_on()
 
     def read(self) -> None:
-        """Read what has arrived, in part or whole.
-
-        Raises:
-            OSError: The connection is over, or the other end is not of this run.
-        """
+        """Read what has arrived, in part or whole; raises `OSError` when the connection is over."""
         for _ in range(_READS):
             try:
                 count = self.sock.recv_into(self._wanted)
@@ -230,11 +199,7 @@ class Connection:
             self._go_on()
 
     def write(self, views: list[memoryview]) -> int:
-        """Send as many bytes as the socket takes; return their number.
-
-        Raises:
-            OSError: The connection is over.
-        """
+        """Send as many bytes as the socket takes; return their number."""
         try:
             return self.sock.sendmsg(views)
         except (BlockingIOError, InterruptedError):

@@ -206,11 +206,7 @@ def _warn_of_adam(optimizers: Sequence[Optimizer], settings: GossipSettings) -> 
 def _weighted(
     settings: GossipSettings, weight: float, group: Group, island: Island | None
 ) -> GossipSettings:
-    """Return the settings of ranks that may count unequally; a collective.
-
-    Raises:
-        ValueError: A rank's weight is invalid, or those of an island differ; on all of these.
-    """
+    """Return the settings of ranks that may count unequally; a collective."""
     if not isinstance(weight, Real):
         raise ValueError(f"weight is {weight!r}: give a number above 0, such as the batch size")
     weight = float(weight)

@@ -114,12 +114,7 @@ class CheckedOptions:
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> CheckedOptions:
-    """Return the options of a call, with defaults for the others.
-
-    Raises:
-        TypeError: The function has no such option.
-        ValueError: An option is invalid.
-    """
+    """Return the options of a call, with defaults; raises `TypeError` for an unknown one."""
     for name in options.keys() - {field.name for field in fields(CheckedOptions)}:
         near = get_close_matches(name, inspect.signature(function).parameters, 1)
         hint = f": do you mean {near[0]}?" if near else ""

@@ -24,13 +24,7 @@ class Arriving:
     """Brings a joiner to the round of the others, until its first exchange.
 
     Its rounds are void on all ranks until it has made a step. Then it notifies the others that it
-    takes part, from the highest round that it has received. Before its first exchange that round
-    may have been too low; then it jumps.
-
-    Args:
-        position: The donor's position.
-        every: Steps in a round.
-        exchanges: Rounds at the end of a step.
+    takes part, from the highest round that it has received, and jumps if that was too low.
     """
 
     def __init__(self, position: Mapping[str, int], every: int, exchanges: int) -> None:
@@ -47,13 +41,7 @@ class Arriving:
         return self._steps_at(rounds.next_round)
 
     def step(self, rounds: Rounds, steps: int, living: tuple[int, ...]) -> int:
-        """Return this rank's step count after a step, before its round.
-
-        Args:
-            rounds: The session's rounds.
-            steps: The step count without a jump.
-            living: The members.
-        """
+        """Return this rank's step count after a step, before its round."""
         rounds.channel.poll()
         if not self._takes_part:
             self._takes_part = True
@@ -68,11 +56,7 @@ class Arriving:
         return steps + ahead // self._exchanges * self._every
 
     def collective(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
-        """Take part from a round on that begins with a collective.
-
-        Returns:
-            This rank's step count, None if it takes part already.
-        """
+        """Take part from a round on that begins with a collective; return a new step count."""
         if self._takes_part:
             return None
         self._takes_part = True

@@ -93,11 +93,9 @@ class Averaging:
     """Brings all ranks to one collective, and averages flows.
 
     Ranks may arrive with unequal step counts. Each announces its call; a rank that calls the
-    periodic average while another is already in a collective of the user's continues training
-    instead of waiting, and the other keeps waiting.
-
-    All ranks means all living ranks. When a rank is lost before a collective, the others meet
-    again without it; when it is lost in the middle, they get an error, and may call again.
+    periodic average while another is already in a collective of the user's continues training.
+    When a rank is lost before a collective, the others meet again without it; when in the
+    middle, they get an error.
 
     The ranks of an island are each in a group with those of their number in other islands:
 
@@ -105,21 +103,8 @@ class Averaging:
     2. The ranks 0 of A and B had ended theirs, as rank 0 of C died a moment later.
     3. If only the ranks 1 raised, the islands A and B would have unequal ranks.
 
-    So a rank whose collective fails takes its own value instead, and before a call ends, the ranks
-    of an island ask each other: all raise, or none.
-
-    Args:
-        group: Runs the collectives.
-        model: The model, for its running statistics.
-        members: The current generation's members.
-        rounds: The rounds to align; None if there are no partners.
-        island: The ranks that share this replica, None for this one alone.
-
-    Attributes:
-        last_distance: The last computed consensus distance, None before the first.
-        averages: How often all replicas were averaged.
-        averaged_bytes: Total bytes of these averages.
-        seconds: Time in periodic averages, including the wait for other ranks.
+    So a rank whose collective fails takes its own value instead, and before a call ends, the
+    ranks of an island ask each other: all raise, or none.
     """
 
     def __init__(
@@ -134,9 +119,8 @@ class Averaging:
         self._failed: GossipError | None = None  # of this rank, in a call of its island
         self._agreed: GossipError | None = None  # which all ranks of the island raise
         self.last_distance: float | None = None
-        self.averages = 0
-        self.averaged_bytes = 0
-        self.seconds = 0.0
+        self.averages = self.averaged_bytes = 0
+        self.seconds = 0.0  # in periodic averages, including the wait for other ranks
         self._group, self._model = group, model
         self._members = members
         self._rounds = rounds
@@ -146,16 +130,8 @@ class Averaging:
     def enter_collective(self, kind: Kind, changed: str | None = None) -> bool:
         """Wait for all ranks; return False if the others are in another collective.
 
-        Args:
-            kind: This rank's call.
-            changed: The message if this rank's replica was changed outside the session.
-
-        Raises:
-            GossipError: If a rank is unreachable but not declared dead, or the ranks call different
-                collectives. Also if all others closed their sessions while this rank waited for
-                them in a collective.
-            EvictedError: If the others have declared this rank dead.
-            ReplicaChangedError: On every rank, if one's replica was changed.
+        `changed` is the error if this rank's replica was changed outside the session, which all
+        raise.
         """
         rounds, island = self._rounds, self._island
         if rounds is None:
@@ -233,10 +209,8 @@ class Averaging:
             return True
 
     def periodically(self, flows: Sequence[Flow], step: int, recorder: Recorder | None) -> bool:
-        """Average if it is due in a step and possible; return whether it was done.
-
-        After a failure there is no further one until the membership changes.
-        """
+        """Average if it is due in a step and possible; return whether it was done."""
+        # After a failure there is no further one until the membership changes.
         has_failed = self._failed_in == self._members.current.generation
         if self._island is not None:  # generations of its ranks may differ for a moment
             has_failed = any(self._island.agree(has_failed))
@@ -285,8 +259,7 @@ class Averaging:
     def together(self) -> Iterator[None]:
         """Break the collective on all ranks immediately if one raises inside.
 
-        Raise on all ranks of an island if a collective of one has failed inside; one that raises
-        instead ends the island.
+        Raise on all ranks of an island if a collective of one has failed inside.
         """
         try:
             yield
@@ -349,10 +322,7 @@ class Averaging:
             self._rounds.channel.restart(self._rounds.next_round, self._group.members)
 
     def average(self, flows: Sequence[Flow]) -> None:
-        """Drain, then set all flows except gradients to their exact average on all ranks.
-
-        Running statistics, too.
-        """
+        """Drain, then set all flows except gradients, and running statistics, to their average."""
         averaged = [flow for flow in flows if flow.phase is not Phase.BEFORE_UPDATE]
         self.drain()
         with self.together():

@@ -156,11 +156,7 @@ def _reduced_over(own: Container[int], process_group: object, mesh: object) -> l
 
 
 def is_averaged(model: nn.Module, island: dist.ProcessGroup) -> bool:
-    """Whether torch averages a model's gradients over an island.
-
-    Raises:
-        ValueError: It does over other ranks.
-    """
+    """Whether torch averages a model's gradients over an island; raises for other ranks."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         return True
     own = {id(parameter) for parameter in model.parameters()}

@@ -30,10 +30,7 @@ def connect(
     joiner: Joiner | None,
     island: Island | None,
 ) -> Rounds:
-    """Create the rounds of a session, over links to all ranks; a collective.
-
-    Local for a joiner, which knows the run and its members.
-    """
+    """Create the rounds of a session, over links to all ranks; a collective, but for a joiner."""
     run = (
         bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
         if joiner is None
@@ -67,11 +64,7 @@ def _no_links(group: Group, largest_bytes: int) -> Transport:
 
 
 def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:
-    """Refuse flows whose messages are larger than the session's links allow.
-
-    Raises:
-        GossipError: A message is too large.
-    """
+    """Raise `GossipError` for flows whose messages are larger than the session's links allow."""
     most_bytes = rounds.channel.largest_bytes
     largest_bytes = max((part.size_bytes for flow in flows for part in flow.parts), default=0)
     if most_bytes is not None and largest_bytes > most_bytes:

@@ -14,11 +14,7 @@ __all__ = ["measure_disagreement"]
 
 
 def measure_disagreement(replica: Replica, averaging: Averaging, batch: Tensor) -> float:
-    """See `Session.disagreement`; a collective.
-
-    Raises:
-        ValueError: On every rank, if batches differ; or the model does not return logits.
-    """
+    """See `Session.disagreement`; a collective."""
     if len({*averaging.agree(_digest(batch))}) > 1:
         raise ValueError(
             "disagreement(batch) compares what replicas predict for one batch, and the ranks have "
@@ -43,11 +39,7 @@ def _digest(batch: Tensor) -> str:
 
 
 def _predict(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the model's probabilities, shape `(rows, classes)`, in fp64; the model is unchanged.
-
-    Raises:
-        ValueError: It returns neither logits nor an object with `logits`.
-    """
+    """Return the model's probabilities, shape `(rows, classes)`, in fp64."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {local(p).device for p in model.parameters() if local(p).device.type == "cuda"}
     model.eval()

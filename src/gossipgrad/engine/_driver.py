@@ -30,25 +30,6 @@ class StepDriver:
     own part, mix flows `ACROSS` and send the next snapshot, or send flows `AFTER_UPDATE`, then the
     periodic average if it is due. Buckets sent after the update are mixed as the next forward pass
     reads them, and the rest before the next step, or in `wait()`.
-
-    Args:
-        replica: The model and optimizers. settings: The settings of rounds.
-        members: The run's members.
-        rounds: The session's rounds; None with one rank.
-        averaging: Makes periodic averages.
-        recorder: Gets the spans of averages.
-        flows: The flows to exchange.
-        check: Raises `ReplicaChangedError` if the replica was changed in a way that the family does
-            not allow.
-        after_update: Called after the optimizers stepped, before anything is mixed.
-
-    Attributes:
-        steps: The run's steps: this rank's own, and for a joiner the others' steps before it
-            joined.
-        steps_of_others: The latter.
-        equal_at_step: The step at which all replicas were last made equal.
-        is_mid_step: Whether some but not all optimizers have stepped.
-        flows: The flows to exchange.
     """
 
     def __init__(
@@ -64,14 +45,16 @@ class StepDriver:
         check: Callable[[], None],
         after_update: Callable[[], None],
     ) -> None:
-        self.steps = self.steps_of_others = self.equal_at_step = 0
-        self.is_mid_step = False
+        self.steps = 0  # of the run: this rank's own, and for a joiner the others' before it
+        self.steps_of_others = 0  # the latter
+        self.equal_at_step = 0  # when all replicas were last made equal
+        self.is_mid_step = False  # some but not all optimizers have stepped
         self.flows = list(flows)
-        self.replica = self._replica = replica
+        self._replica = replica
         self._settings, self._members = settings, members
         self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
         self._after_update = after_update
-        self.check = check
+        self.check = check  # raises `ReplicaChangedError` for changes that a family does not allow
         self._has_mixed_gradients = False  # of this step
         self._forward: ForwardHooks | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
@@ -140,12 +123,7 @@ class StepDriver:
         self.begin(sends=False)
 
     def before_step(self, closure: Closure | None) -> Closure | None:
-        """Mix gradients before each optimizer's step; return the closure for it.
-
-        Raises:
-            ReplicaChangedError: If weights were changed since the last step.
-            GossipError: If the closure would compute gradients after they were exchanged.
-        """
+        """Mix gradients before each optimizer's step; return the closure for it."""
         if closure is not None and self.in_phase(Phase.BEFORE_UPDATE):
             raise GossipError(
                 "optimizer.step(closure) computes gradients after they should have been exchanged: "
@@ -230,12 +208,11 @@ class StepDriver:
             return str(error)
         return None
 
-    def _begin_step(self, *, in_backward: bool = False) -> bool:
+    def _begin_step(self, *, in_backward: bool) -> None:
         """Check the replica, and mix buckets that the forward pass has not read.
 
-        `in_backward`, return False without mixing if weights were read before a late part of them
-        arrived: backward computes with the values that were read. The round is then sent after the
-        optimizers stepped.
+        `in_backward`, not if weights were read before a late part arrived: backward computes with
+        those. The round is then sent after the optimizers stepped.
         """
         self.check()
         has_late = self._rounds is not None and self._rounds.has_late
@@ -245,7 +222,6 @@ class StepDriver:
             self._forward.end_step(has_gradients=not in_backward)
         if waits:
             self.wait()
-        return waits
 
     def _across(self, round: int) -> list[Flow]:
         return [flow for flow in self.in_phase(Phase.ACROSS) if flow.is_due(round)]

@@ -50,17 +50,11 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """`received - snapshot` of one bucket.
+    """`received - snapshot` of one bucket."""
 
-    Attributes:
-        flat: Shape `(numel,)` of the sent elements, at least fp32.
-        square: Its squared norm, if it is used for the consensus distance.
-        at: The coordinates in the bucket; None for all.
-    """
-
-    flat: Tensor
-    square: Tensor | None = None
-    at: "Coordinates | None" = None
+    flat: Tensor  # of the sent elements, at least fp32
+    square: Tensor | None = None  # its squared norm, for the consensus distance
+    at: "Coordinates | None" = None  # in the bucket; None for all
 
     def add_to(self, total: Tensor, weight: float) -> None:
         """Add `weight * self` to a whole flat bucket."""
@@ -235,14 +229,9 @@ class Bucket:
 class SlicedBucket(Bucket):
     """A bucket of which this rank exchanges one slice, and the ranks of its island the others.
 
-    Snapshots and deltas are those of the slice. All ranks of the island gather the deltas, and add
-    them: `mix`. What `add` gets is kept until then.
-
-    Args:
-        part: The slice, as a bucket.
-        first: Index of its first element in the bucket.
-        stride: Elements of a slice; the last ones of a bucket may have fewer, or none. A rank that
-            has none exchanges the last element, for nothing.
+    Snapshots and deltas are those of the slice. All ranks of the island gather the deltas, and
+    add them: `mix`. What `add` gets is kept until then. The last slices may be shorter, or
+    empty: a rank that has none exchanges the last element, for nothing.
     """
 
     def __init__(
@@ -326,15 +315,10 @@ class SlicedBucket(Bucket):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coordinates:
-    """The coordinates of one bucket that a round exchanges.
+    """The coordinates of one bucket that a round exchanges."""
 
-    Attributes:
-        chosen: For each tensor with chosen elements, its index in the bucket and their indices.
-        offsets: The offset of each of these tensors in the flat bucket.
-    """
-
-    chosen: list[tuple[int, Tensor]]
-    offsets: list[int]
+    chosen: list[tuple[int, Tensor]]  # a tensor's index in the bucket, and indices into it
+    offsets: list[int]  # of each of these tensors in the flat bucket
 
     @property
     def count(self) -> int:
@@ -372,14 +356,7 @@ class MaskedBucket(Bucket):
     """A bucket of weights that sends, in each round, the coordinates that a mask selects.
 
     All ranks compute the same coordinates from seed, bucket and round, so no index is sent, and a
-    late part is mixed at the coordinates of its own round. Messages, snapshots and deltas are
-    smaller by the density; a round with one coordinate less pads with a zero. The indices of rounds
-    in flight are kept, eight bytes each.
-
-    Args:
-        mask: Selects the coordinates.
-        seed: The mask's seed.
-        rounds: How many rounds may be in flight.
+    late part is mixed at those of its own round. A round with one coordinate less pads with a zero.
     """
 
     def __init__(

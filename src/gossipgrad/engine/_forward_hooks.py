@@ -19,30 +19,15 @@ logger = logging.getLogger(__name__)
 class ForwardHooks:
     """Calls back for each bucket before the first module that reads it in a forward pass.
 
-    The first pass, before anything is awaited, shows which module reads which parameter. A
-    parameter is read by its module if that was called, else by the nearest enclosing module that
-    was (`nn.MultiheadAttention` reads its `out_proj` this way), else by the module that is called
-    first. Sharded parameters (FSDP2) are gathered ahead of their module: they also count as read by
-    the first.
+    The first pass shows which module reads which parameter: its own if that was called, else
+    the nearest enclosing one that was, else the one that is called first, as for sharded
+    parameters, which FSDP2 gathers ahead. Where no module was seen (a model that is compiled
+    whole), `is_ready` stays False. Passes without gradients, or inside backward
+    (checkpointing), mix and teach nothing.
 
-    Hooks do not fire inside compiled code; the enclosing module then counts as the reader. Where no
-    module was seen, as with a model that is compiled whole, `is_ready` stays False.
-
-    Passes without gradients (an evaluation, perhaps of other weights that are swapped in for it)
-    and passes that repeat a part inside backward (checkpointing) mix nothing and teach nothing.
-
-    Autograd may hold a parameter before its module is called: a penalty on weights, or a loss that
-    is a method of the model. To mix it then would change what backward needs. Such a bucket waits
-    for the end of the step, and `is_ready` is False from then on.
-
-    Args:
-        model: The model.
-        buckets: The parameters of each bucket.
-        read: Called with the number of a bucket that is awaited and about to be read.
-
-    Attributes:
-        awaited: Numbers of the buckets in flight.
-        are_read_by_hand: Whether autograd has held a parameter before its module was called.
+    Autograd may hold a parameter before its module is called: a penalty on weights, or a loss
+    that is a method of the model. To mix it then would change what backward needs. Such a
+    bucket waits for the end of the step, and `is_ready` is False from then on.
     """
 
     def __init__(
@@ -51,8 +36,8 @@ class ForwardHooks:
         buckets: Sequence[Sequence[nn.Parameter]],
         read: Callable[[int], None],
     ) -> None:
-        self.awaited: set[int] = set()
-        self.are_read_by_hand = False
+        self.awaited: set[int] = set()  # numbers of the buckets in flight
+        self.are_read_by_hand = False  # autograd has held a parameter before its module was called
         self._uses: dict[nn.Parameter, int] = {}  # references to each parameter after the step
         self._buckets, self._read = buckets, read
         self._parents = {child: module for module in model.modules() for child in module.children()}
@@ -79,12 +64,11 @@ class ForwardHooks:
         self.awaited = set(range(len(self._buckets)))
         self._uses = {p: _uses(p) for group in self._buckets for p in group}
 
-    def end_step(self, *, has_gradients: bool = True) -> list[int]:
-        """End a forward and backward pass; return awaited buckets that no module read.
+    def end_step(self, *, has_gradients: bool = True) -> None:
+        """End a forward and backward pass, and learn from the first one.
 
-        Learns from the first pass. If a pass had gradients for a bucket that no module read, the
-        calls of modules have changed, and `is_ready` becomes False. The same if `has_gradients` is
-        False: backward is not over, so gradients cannot be checked.
+        If a pass had gradients for a bucket that no module read, the calls of modules have
+        changed. So it may be without `has_gradients`: backward is not over.
         """
         left, self.awaited = sorted(self.awaited), set()
         self._is_first = True
@@ -92,7 +76,6 @@ class ForwardHooks:
             self._learn()
         elif any(not has_gradients or p.grad is not None for n in left for p in self._buckets[n]):
             self._of, self._called = None, set()
-        return left
 
     def remove(self) -> None:
         """Removes the hooks."""

@@ -68,19 +68,7 @@ def why_not_join(
 
 
 class Invitation:
-    """Lets ranks join the run of a session, where its settings allow it.
-
-    Args:
-        group: The ranks; joiners use its store.
-        name: The name of the membership.
-        rounds: The session's rounds.
-        replica: The replica to send to joiners.
-        fingerprint: Returns the requirements for a joiner: model, optimizers and settings.
-        refusal: Why joining is impossible, None if it may be possible.
-
-    Attributes:
-        refusal: Why joining is impossible, None if it is possible.
-    """
+    """Lets ranks join the run of a session, unless `refusal` says why not."""
 
     def __init__(
         self,
@@ -134,8 +122,8 @@ class Invitation:
     ) -> None:
         """Copy the replica, between two steps, and send it to joiners in the background.
 
-        An error is sent to them, and not raised here. Only the first rank of an island sends it:
-        that of the joining island gives it to the others there.
+        An error is sent, too. Of an island the first rank sends: the joining one hands it on
+        inside.
         """
         try:
             state = None

@@ -54,18 +54,7 @@ _WAKE_SECONDS = 0.05  # a wait for a part that turns void wakes this often
 
 
 class GatheredRound:
-    """The gathers of one round.
-
-    Args:
-        flows: The flows of the round.
-        transfers: Those of this rank; none if the round is void here.
-        weight: Returns the weight of a transfer's deltas.
-
-    Attributes:
-        buckets: Flow, index of the bucket in it, and the bucket, in the order of the gathers.
-        transfers: By flow.
-        taken: Indices of buckets that were gathered with the part that this rank received.
-    """
+    """The gathers of one round."""
 
     def __init__(
         self,
@@ -73,6 +62,7 @@ class GatheredRound:
         transfers: Sequence[Transfer],
         weight: Callable[[Transfer], float],
     ) -> None:
+        # Flow, index of the bucket in it, and the bucket, in the order of the gathers.
         self.buckets: list[tuple[Flow, int, SlicedBucket]] = []
         for flow in flows:
             sliced = [(flow, n, b) for n, b in enumerate(flow.buckets)]
@@ -80,9 +70,10 @@ class GatheredRound:
             for each in reversed(sliced) if flow.phase is Phase.AFTER_UPDATE else sliced:
                 if isinstance(each[2], SlicedBucket):
                     self.buckets.append(each)  # type: ignore[arg-type]
+        # None if the round is void here.
         self.transfers: Mapping[Flow, Transfer] = {each.flow: each for each in transfers}
         self.weight = weight
-        self.taken: set[int] = set()
+        self.taken: set[int] = set()  # gathered with the part that this rank received
         self.gathered: dict[int, Tensor | None] = {}
         self.released = 0  # how many buckets wait for no part any more
 

@@ -22,20 +22,13 @@ class IslandGradients:
     The collectives of a backward pass begin as buckets of gradients are complete, and end with the
     pass. A parameter without a gradient counts as zeros if another rank has one. Gradients that no
     pass made are averaged before the step.
-
-    Args:
-        parameters: Plain ones, equal on all ranks, in the order of the forward pass.
-        process_group: The ranks of the island.
-
-    Attributes:
-        is_off: Whether gradients are accumulated without a collective.
-        is_fresh: Whether gradients were averaged since the last step.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], process_group: dist.ProcessGroup
     ) -> None:
-        self.is_off = self.is_fresh = False
+        self.is_off = False  # gradients are accumulated without a collective
+        self.is_fresh = False  # gradients were averaged since the last step
         self._group, self._size = process_group, process_group.size()
         self._buckets: list[_GradientBucket] = []
         self._bucket_of: dict[int, _GradientBucket] = {}

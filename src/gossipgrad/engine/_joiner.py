@@ -42,15 +42,7 @@ _STALLED_SECONDS = 60.0
 
 
 def address_of(group: Group, name: str) -> str:
-    """Return a run's address: host and port of its store, and the prefix of its keys.
-
-    Args:
-        group: The run's group; its store is a `TCPStore`, below any prefixes.
-        name: The name of the membership.
-
-    Raises:
-        GossipError: The store does not answer.
-    """
+    """Return a run's address: host and port of its store, and the prefix of its keys."""
     root, prefix = root_of(group.store), group.ask(_prefix_of)
     host = f"[{root.host}]" if ":" in root.host else root.host
     return "/".join(filter(None, (f"{host}:{root.port}", prefix, name)))

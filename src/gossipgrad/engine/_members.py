@@ -40,24 +40,6 @@ class Members:
 
     Each rank applies a new generation of the watch between two rounds, or at the start of a
     collective, without waiting for others.
-
-    Args:
-        group: The ranks at the start.
-        schedule: The partners of each round while all ranks live.
-        heartbeats: How ranks watch each other; None: the membership never changes.
-        membership: For a joiner, the newest generation that it has read.
-        name: For a joiner, the name of the membership.
-
-    Attributes:
-        current: The membership that this rank trains in.
-        watch: Watches the members; None if the membership never changes.
-        liveness: Who can be reached: the watch, or links alone.
-        name: The name of the membership, in the store of the group.
-        has_failed: Whether this rank waited for others in vain in its last collective.
-        replica_sender: Returns what sends this rank's replica to joiners; None if that is gone.
-
-    Raises:
-        GossipError: The store cannot be reached.
     """
 
     def __init__(
@@ -70,10 +52,11 @@ class Members:
         name: str = "",
     ) -> None:
         self.current = membership or Membership.first(group.world_size, group.members)
-        self.watch: MemberWatch | None = None
+        self.watch: MemberWatch | None = None  # None if the membership never changes
         self.liveness = Liveness()
-        self.has_failed = False
-        self.name = name
+        self.has_failed = False  # this rank waited for others in vain in its last collective
+        self.name = name  # of the membership, in the store of the group
+        # Returns what sends this rank's replica to joiners; None if that is gone.
         self.replica_sender: Callable[[], Callable[[list[int]], object] | None] = lambda: None
         self._group = group
         self._channel: Channel | None = None
@@ -123,11 +106,7 @@ class Members:
             self.watch.confirm()
 
     def follow_latest(self, rounds: Rounds | None) -> bool:
-        """Apply the newest known generation; return whether it is a later one; local.
-
-        Raises:
-            EvictedError: If this rank is not a member of it.
-        """
+        """Apply the newest known generation; return whether it is a later one; local."""
         if self.watch is None or rounds is None:
             return False
         latest = self.watch.confirm()
@@ -151,11 +130,7 @@ class Members:
         return True
 
     def ask(self, rounds: Rounds) -> Joining:
-        """Ask for a replica, before this rank is a member; waits for the store only.
-
-        Raises:
-            GossipError: The store does not answer, or all members have ended.
-        """
+        """Ask for a replica, before this rank is a member; waits for the store only."""
         watch = self.watch
         transport: Any = rounds.channel.transport
         assert watch is not None
@@ -168,23 +143,16 @@ class Members:
         return rank in self._group.ask(lambda _: watch.look()).living
 
     def enter(self, rounds: Rounds, joining: Joining) -> None:
-        """Make a joiner a member; waits for the store only.
-
-        Raises:
-            GossipError: The store does not answer, or all members have ended. If it answers later,
-                the others declare this rank dead, as it sends no heartbeat.
-        """
+        """Make a joiner a member; waits for the store only."""
         watch = self.watch
         assert watch is not None
+        # If the store answers after an error, the others declare this rank dead: it is silent.
         self._group.ask(lambda _: watch.enter(joining))
         watch.start()
         self.follow_latest(rounds)
 
     def changed(self) -> bool:
-        """Whether a broken collective can be retried: members were lost, or have left.
-
-        Waits a few beats for the heartbeats of suspects.
-        """
+        """Whether a broken collective can be retried: members were lost, or have left."""
         if self.watch is None or self._channel is None:
             return False
         return self.watch.examine(self.current.generation, self._group.broken_by, self._listen)

@@ -29,8 +29,7 @@ def mix(
 ) -> None:
     """Compute `v += weight * delta` for every tensor, each of the shape of its delta.
 
-    A tensor narrower than fp32 is widened first. The rounding error goes to its residual, if it has
-    one, so that the sum of both over ranks is kept.
+    A tensor narrower than fp32 is widened first; its residual gets the rounding error.
     """
     wide = [i for i, v in enumerate(tensors) if v.dtype == deltas[i].dtype]
     if wide:

@@ -161,11 +161,7 @@ def resolve_mode(mode: Mode | str) -> Mode:
 
 
 def _patience(seconds: object) -> float:
-    """Return a valid patience.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a valid patience, or raise `ValueError`."""
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
         raise ValueError(
             f"patience_seconds must be positive, got {seconds!r}: it is how long a step waits for "

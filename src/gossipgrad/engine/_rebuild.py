@@ -22,11 +22,7 @@ def rebuild_together(
     pending_change: Callable[[], str | None],
     renew: Callable[[], object],
 ) -> bool:
-    """Make a change with nothing in flight, and create the flows again; see `Session.rebuild`.
-
-    Returns:
-        False if the trained parameters are the same, of the same shapes, on all ranks.
-    """
+    """Make a change with nothing in flight, and create the flows again; return whether any did."""
     is_made = is_renewed = False
     for left in reversed(range(_TRIES)):
         try:

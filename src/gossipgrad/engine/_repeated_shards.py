@@ -35,19 +35,12 @@ __all__ = ["RepeatedShards"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """An entry that other ranks hold, too.
+    """An entry that other ranks hold, too."""
 
-    Attributes:
-        key: Of the entry, the same on all ranks that hold it.
-        bucket: Its bucket.
-        index: Its index there.
-        first: Its first element in the flat bucket.
-    """
-
-    key: str
+    key: str  # the same on all ranks that hold it
     bucket: Bucket
-    index: int
-    first: int
+    index: int  # in the bucket
+    first: int  # its first element in the flat bucket
 
     @property
     def entry(self) -> Entry:
@@ -89,10 +82,8 @@ class RepeatedShards:
     ) -> None:
         """Set copies to their mean where a part was late or void on a rank; of the whole island.
 
-        Args:
-            missed: How many parts of this rank were not delivered so far.
-            has_late: Whether some are still awaited.
-            following: The transfers of the next round, which may have been filled already.
+        `missed` parts of this rank were not delivered so far. The transfers `following` may be
+        filled.
         """
         may_differ = missed != self._missed or has_late or self._was_late
         self._missed, self._was_late = missed, has_late
@@ -106,8 +97,7 @@ class RepeatedShards:
     def level(self, *, is_shown: bool = False) -> set[Bucket]:
         """Set copies to their mean, and return the buckets that changed; of the whole island.
 
-        Args:
-            is_shown: Only the tensors, which show the consensus: not their rounding errors.
+        `is_shown`, only the tensors, which show the consensus, and not their rounding errors.
         """
         changed: set[Bucket] = set()
         if not self._numel:

@@ -61,12 +61,10 @@ class PairDistance:
         ]
 
     def estimate(self, world_size: int) -> float | None:
-        """Estimate the root mean square distance of replicas to their mean; None before any pair.
-
-        `|x_i - x_j|^2` of independent replicas is `2 p / (p - 1)` times that square.
-        """
+        """Estimate the RMS distance of replicas to their mean; None before any pair."""
         if not self._rounds:
             return None
+        # |x_i - x_j|^2 of independent replicas is 2 p / (p - 1) times that square.
         p = max(2, world_size)
         mean = sum(float(square) for round in self._rounds for square in round) / len(self._rounds)
         return math.sqrt(mean * (p - 1) / (2 * p))
@@ -503,8 +501,8 @@ class Rounds:
     ) -> list[Tensor]:
         """Mix the parts of transfers that arrive until `deadline`; return the deltas' squares.
 
-        0: what has arrived; None: as long as a step may wait. A transfer that is finished is in
-        flight no more, and not before, so that an interrupt loses none.
+        0: what has arrived; None: as long as a step may wait. A transfer is in flight until it is
+        finished.
         """
         squares: list[Tensor] = []
         self.channel.poll()
@@ -666,10 +664,7 @@ class Rounds:
         )
 
     def _note_void(self, round: int, *, is_void: bool = True) -> None:
-        """Count a round that is void, or whose partner is gone, once for all its buckets.
-
-        Warn once if most rounds are.
-        """
+        """Count a round that is void, or without a partner, once; warn once if most are."""
         if round == self._last_void:
             return
         if is_void:

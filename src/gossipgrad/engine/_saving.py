@@ -51,7 +51,7 @@ def watch_states(
 ) -> list[RemovableHandle]:
     """Call `before_load` before model state is loaded, and `wait` as an optimizer's is or is saved.
 
-    Both are methods that mix parts in flight, which are so never mixed into loaded state.
+    Both mix parts in flight, which are so never mixed into loaded state.
     """
     hook = _Hook(wait)
     handles = [model.register_load_state_dict_pre_hook(_Hook(before_load))]
@@ -62,9 +62,7 @@ def watch_states(
 def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> RemovableHandle:
     """Call `differs` when the model's state is saved, and warn once if it returns True.
 
-    A state saved by rank 0 alone, or by `torch.distributed.checkpoint`, which keeps one of several
-    equal keys, silently loses the other replicas. `differs` is a method; the model does not keep
-    its object alive. Copies of the model, including pickled ones, do not warn.
+    A state of rank 0 alone silently loses the other replicas. Copies of the model do not warn.
     """
     return model.register_state_dict_pre_hook(_Hook(differs, _DIFFERS))
 

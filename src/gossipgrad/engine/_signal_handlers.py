@@ -26,8 +26,8 @@ def check_not_in_handler(method: str) -> None:
 def _signal_handler() -> str | None:
     """Return the name of the signal handler that this thread is in, None outside of one.
 
-    Python calls a handler with the number of the signal and the interrupted frame, which is also
-    its caller. A debugger's trace function gets its caller's frame, too, but no number before it.
+    Python calls it with a number and the interrupted frame, which is its caller; a debugger
+    without.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_back is not None:

@@ -22,17 +22,7 @@ VERSION = 3
 
 
 class StateKeeper:
-    """Saves and loads the state of one session; local except for `check_together`.
-
-    Args:
-        rank: This rank.
-        world_size: The number of ranks at the start.
-        settings: The session's settings.
-        replica: The model and optimizers.
-        rounds: The session's rounds; None with one rank.
-        averaging: The session's averaging.
-        driver: The session's driver.
-    """
+    """Saves and loads the state of one session; local except for `check_together`."""
 
     def __init__(
         self,
@@ -98,12 +88,9 @@ class StateKeeper:
         return f"it is no state from a session's state_dict() (version {VERSION})"
 
     def check_together(self, group: Group, state: Any, problem: str | None) -> int:
-        """Return the round in which ranks continue from these states; a collective.
+        """Return the round in which ranks continue from these states, or raise `ValueError` on all.
 
         `problem` is why this rank's state cannot be loaded.
-
-        Raises:
-            ValueError: On every rank, if one's state does not fit.
         """
         mine = None if problem is not None else state["session"]["next_round"]
         gathered = group.all_gather_object([problem, mine])

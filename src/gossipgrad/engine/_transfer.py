@@ -16,17 +16,7 @@ __all__ = ["Transfer", "release"]
 
 
 class Transfer:
-    """One round of a flow in flight: the snapshot that was sent, and the exchanges by bucket.
-
-    Attributes:
-        opened: How many rounds this rank had opened, with this one.
-        is_closed: Whether its round is closed: what is not finished yet is late.
-        was_late: Whether it was counted as late.
-        exchanges: The exchange of each posted bucket.
-        on_arrival: Called when a part has arrived, in the thread that receives.
-        counted: Buckets whose outcome was counted.
-        finished: Buckets that are mixed, or whose part will not arrive.
-    """
+    """One round of a flow in flight: the snapshot that was sent, and the exchanges by bucket."""
 
     def __init__(
         self, flow: Flow, channel: Channel, round: int, peers: Peers, snapshot: Snapshot
@@ -35,13 +25,14 @@ class Transfer:
         self.round = round
         self.generation = channel.generation
         self.peers = peers
-        self.opened = 0
-        self.is_closed = self.was_late = False
+        self.opened = 0  # how many rounds this rank had opened, with this one
+        self.is_closed = False  # what is not finished yet is late
+        self.was_late = False  # it was counted as late
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
         self.on_arrival: Callable[[], None] | None = None
-        self.counted: set[int] = set()
-        self.finished: set[int] = set()
+        self.counted: set[int] = set()  # buckets whose outcome was counted
+        self.finished: set[int] = set()  # buckets that are mixed, or whose part will not arrive
         self._channel = channel
         self._staged: dict[int, Callable[[], Tensor]] = {}  # parts being copied to an accelerator
         self._deltas: dict[int, Delta] = {}

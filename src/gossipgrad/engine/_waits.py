@@ -25,10 +25,6 @@ class Waits:
     2. In that, rank 1 waits for rank 0, which comes a second late, and in the one after for rank 3.
     3. If rank 0 had told nobody, each rank would wait for rank 3, one after the other, and those
        who wait would hold up the others.
-
-    Args:
-        channel: Knows who is silent.
-        patience_seconds: See above; may be infinite.
     """
 
     def __init__(self, channel: Channel, patience_seconds: float) -> None:
