@@ -62,7 +62,7 @@ def test_foreign_states_are_refused_on_all_ranks():
         with pytest.raises(ValueError, match="it is no state"):
             me.session.load_state_dict({"model": {}})
         states[me.rank]["session"] = {"version": 1}
-        with pytest.raises(ValueError, match=r"version 1.*gg.load_replica"):
+        with pytest.raises(ValueError, match="it is no state"):
             me.session.load_state_dict(states[me.rank])
 
     on_sessions(2, load)

@@ -62,6 +62,7 @@ from gossipgrad.comm._replica_state import trained_parameters as trained_paramet
 from gossipgrad.comm._same_start import agree_on as agree_on
 from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
 from gossipgrad.comm._same_start import broadcast_values as broadcast_values
+from gossipgrad.comm._same_start import difference as difference
 from gossipgrad.comm._same_start import digest as digest
 from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot

@@ -62,11 +62,6 @@ class Faults:
         """The ranks that the script names."""
         return {rank for rank, _ in [*self.drops, *self.delays]} | {*self.kills}
 
-    @property
-    def last_round(self) -> int:
-        """The last round that the script names, -1 if it names none."""
-        return max([*(round for _, round in [*self.drops, *self.delays]), *self.kills.values(), -1])
-
     @classmethod
     def parse(cls, script: str) -> "Faults":
         """Parse a script of faults, separated by `;` or new lines.

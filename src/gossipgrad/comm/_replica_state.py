@@ -33,7 +33,6 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
     (bytes, bytes),
 )
-Path = tuple[Any, ...]  # the keys that lead to a nested value
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -178,10 +177,7 @@ def plain(value: Any, what: str, copy: bool) -> Any:
 
 
 def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return an optimizer's state of parameters, and its state under names; local.
-
-    Of each parameter its index, its state, and the paths of tensors that stay in host memory.
-    """
+    """Return an optimizer's state of parameters, by index, and its state under names; local."""
     with filled(optimizer):
         return _kept_by(optimizer, what, copy)
 
@@ -207,10 +203,9 @@ def _kept_by(
         if isinstance(key, Tensor):
             if id(key) in indices and held:  # entries of other parameters are unused
                 values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
-                kept.append([indices[id(key)], values, _on_host(held, key)])
+                kept.append([indices[id(key)], values])
         elif isinstance(key, str):
-            value = plain(held, f"{what} state {key!r}", copy)
-            named.append([key, value, _on_host(held, next(parameters_of(optimizer)))])
+            named.append([key, plain(held, f"{what} state {key!r}", copy)])
         else:
             raise GossipError(
                 f"{what} state has the key {key!r}, neither a parameter nor text: it cannot "
@@ -233,12 +228,13 @@ def put_back(
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
-    for index, values, on_host in kept:
+    for index, values in kept:
         parameter = parameters[index]
-        stays = [path for path in on_host if path != ["step"] or id(parameter) not in on_device]
-        optimizer.state[parameter] = _beside(parameter, values, stays)
-    for name, value, on_host in named:
-        optimizer.state[name] = _beside(parameters[0], value, on_host)
+        state = optimizer.state[parameter] = _beside(parameter, values)
+        if isinstance(values.get("step"), Tensor) and id(parameter) not in on_device:
+            state["step"] = values["step"].clone()
+    for name, value in named:
+        optimizer.state[name] = _beside(parameters[0], value)
 
 
 def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
@@ -284,42 +280,29 @@ def _to_host(tensor: Tensor, copy: bool) -> Tensor:
     return local(tensor.detach()).to("cpu", copy=copy)
 
 
-def _mapped(value: Any, change: Callable[[Tensor, Path], Any], at: Path = ()) -> Any:
-    """Return a value with `change(tensor, path)` for each of its tensors."""
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with each of its tensors changed."""
     if isinstance(value, Tensor):
-        return change(value, at)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(each, change, (*at, key)) for key, each in value.items()}
+        return {key: _mapped(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_mapped(each, change, (*at, n)) for n, each in enumerate(value)])
+        return type(value)([_mapped(each, change) for each in value])
     return value
 
 
 def _copied(value: Any) -> Any:
-    return _mapped(value, lambda tensor, _: tensor.clone())
+    return _mapped(value, torch.clone)
 
 
-def _on_host(value: Any, parameter: Tensor) -> list[list[Any]]:
-    """Return the paths of tensors that belong in host memory.
-
-    Beside a parameter in host memory all are: then only a step count, as in torch's optimizers.
-    """
-    paths: list[list[Any]] = []
-    _mapped(value, lambda t, at: paths.append([*at]) if t.device.type == "cpu" else None)
-    return paths if parameter.device.type != "cpu" else [path for path in paths if path == ["step"]]
-
-
-def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> Any:
+def _beside(parameter: Tensor, value: Any) -> Any:
     """Copy a value to the parameter's device, sharded like it if it has its local shape."""
-    paths = {tuple(path) for path in on_host}
 
-    def bring(tensor: Tensor, at: Path) -> Tensor:
+    def bring(tensor: Tensor) -> Tensor:
         if is_sharded(parameter) and tensor.shape == local(parameter).shape:
             whole = torch.empty_like(parameter, dtype=tensor.dtype)
             local(whole).copy_(tensor)
             return whole
-        if at in paths:
-            return tensor.clone()
         return tensor.to(parameter.device, copy=True)
 
     return _mapped(value, bring)

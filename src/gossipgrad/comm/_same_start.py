@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from gossipgrad.comm._mean import statistics
 from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back, take_state
 from gossipgrad.errors import AgreementError
 
-__all__ = ["agree_on", "broadcast_replica", "broadcast_values", "digest", "fingerprint"]
+__all__ = [
+    "agree_on",
+    "broadcast_replica",
+    "broadcast_values",
+    "difference",
+    "digest",
+    "fingerprint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +71,20 @@ def agree_on(
     tables = group.all_gather_object(table)
     first = group.members[0]
     for rank, other in zip(group.members, tables, strict=True):
-        # Digests last: prefer to report a difference by name.
-        last = ("setting 'bucket_bytes'", "setting 'messages'", "order", "optimizer")
-        for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
-            here, there = tables[0].get(key), other.get(key)
-            if here != there:
-                raise AgreementError(
-                    f"the ranks do not agree: {key} is {there or 'missing'} on rank {rank}, but "
-                    f"{here or 'missing'} on rank {first}. Build the same model, optimizer and "
-                    "settings on every rank; nothing was sent"
-                )
+        if (key := difference(tables[0], other)) is not None:
+            raise AgreementError(
+                f"the ranks do not agree: {key} is {other.get(key, 'missing')} on rank {rank}, but "
+                f"{tables[0].get(key, 'missing')} on rank {first}. Build the same model, optimizer "
+                "and settings on every rank; nothing was sent"
+            )
     raise AssertionError("digests differ, tables do not")
+
+
+def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """Return the first key whose values differ, those of digests last; None for equal tables."""
+    last = ("setting 'bucket_bytes'", "setting 'messages'", "order", "optimizer")
+    keys = sorted({**one, **other}, key=lambda key: key.startswith(last))
+    return next((key for key in keys if one.get(key) != other.get(key)), None)
 
 
 @torch.no_grad()

@@ -45,8 +45,8 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             mean = weights.setdefault(name, _Mean(tensor, has_mean=has_mean))
             mean.add(tensor, state.get("residuals", {}).get(name))
         for entries, optimizer in zip(optimizers, state["optimizers"], strict=True):
-            for index, values, on_host in optimizer["state"]:
-                entries.setdefault(index, _Entry(values, on_host)).add(values)
+            for index, values in optimizer["state"]:
+                entries.setdefault(index, _Entry(values)).add(values)
         del state  # an iterator may read the next one
     if first is None:
         raise ValueError("no states: give those of all ranks that were saved")
@@ -55,7 +55,7 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "shard": first["shard"],
         "model": {name: mean.result() for name, mean in weights.items()},
         "optimizers": [
-            {**one, "state": [[index, *entry.result()] for index, entry in sorted(entries.items())]}
+            {**one, "state": [[index, entry.result()] for index, entry in sorted(entries.items())]}
             for one, entries in zip(first["optimizers"], optimizers, strict=True)
         ],
     }
@@ -104,8 +104,8 @@ class _Mean:
 class _Entry:
     """The optimizer state of one parameter over replicas."""
 
-    def __init__(self, first: Mapping[str, Any], on_host: Any) -> None:
-        self._first, self._on_host = first, on_host
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self._first = first
         self._means = {
             key: _Mean(value)
             for key, value in first.items()
@@ -121,9 +121,9 @@ class _Entry:
             else:
                 self._means[key].add(value)
 
-    def result(self) -> tuple[dict[str, Any], Any]:
+    def result(self) -> dict[str, Any]:
         means = {key: mean.result() for key, mean in self._means.items()}
-        return {key: means.get(key, value) for key, value in self._first.items()}, self._on_host
+        return {key: means.get(key, value) for key, value in self._first.items()}
 
 
 def _is_averaged(key: str, value: Tensor, entry: Mapping[str, Any]) -> bool:

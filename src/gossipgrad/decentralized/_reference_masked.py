@@ -18,6 +18,7 @@ replicas `density` times as much as a round of all weights.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -37,13 +38,8 @@ class MaskedReference(Reference):
         optimizers: As of `Reference`.
         schedule: As of `Reference`.
         coordinates: C_t(i), by round and number of the parameter, ascending.
-        mode: "sync" or "overlap".
-        every: As of `Reference`.
-        average_every: As of `Reference`.
-        wire_dtype: As of `Reference`.
-
-    Raises:
-        ValueError: For settings outside these, or replicas that do not match.
+        **options: `mode` ("sync" or "overlap"), `every`, `average_every` and `wire_dtype` of
+            `Reference`.
     """
 
     def __init__(
@@ -52,22 +48,9 @@ class MaskedReference(Reference):
         optimizers: Sequence[torch.optim.Optimizer],
         schedule: Schedule,
         coordinates: Coordinates,
-        mode: str = "overlap",
-        every: int = 1,
-        average_every: int | str | None = None,
-        wire_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        if mode == "lagged":
-            raise ValueError("mode='lagged' sends all weights: use mode='overlap' or 'sync'.")
-        super().__init__(
-            models,
-            optimizers,
-            schedule,
-            mode=mode,
-            every=every,
-            average_every=average_every,
-            wire_dtype=wire_dtype,
-        )
+        super().__init__(models, optimizers, schedule, **options)
         self.coordinates = coordinates
         self.t = 0  # the round that is outstanding
 

@@ -242,12 +242,6 @@ def resolve_compress(compress: Any) -> SharedMask | None:
         return compress
     if isinstance(compress, str):
         kind, _, density = compress.partition(":")
-        if kind == "top-k":
-            raise ValueError(
-                f"compress={compress!r}: gossip of the largest differences was removed. Use "
-                "gg.SharedMask(density), such as 'shared-mask:0.1', which goes with any topology "
-                "and keeps no copies of weights"
-            )
         if kind == "shared-mask":
             try:
                 share = float(density)

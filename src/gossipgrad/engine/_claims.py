@@ -10,7 +10,8 @@ from torch import Tensor
 __all__ = ["Claim", "is_claimed"]
 
 _ALONE = "sparsify"
-_lock = threading.RLock()  # a signal handler may close a session while another starts
+_claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+_lock = threading.RLock()  # ranks may be threads
 
 
 class Claim:
@@ -38,7 +39,7 @@ class Claim:
             if (why := self._conflict(parameters)) is not None:
                 raise ValueError(why)
             self._held = {id(each): weakref.ref(each) for each in parameters.values()}
-            _claims[id(self)] = weakref.ref(self)
+            _claims.add(self)
 
     def has(self, parameter: Tensor) -> bool:
         """Whether the claim has it."""
@@ -48,13 +49,13 @@ class Claim:
     def release(self) -> None:
         """Release all parameters; may be called twice."""
         with _lock:
-            _claims.pop(id(self), None)
+            _claims.discard(self)
 
     def _conflict(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Return which parameter cannot be in one more session, and why."""
-        for other in _others(self):
+        for other in _claims:
             calls = {self._call, other._call}
-            if calls == {"shrink"}:
+            if other is self or calls == {"shrink"}:
                 continue
             name = next((name for name, each in parameters.items() if other.has(each)), None)
             if name is not None:
@@ -72,21 +73,7 @@ class Claim:
         return None
 
 
-_claims: dict[int, weakref.ref[Claim]] = {}
-
-
 def is_claimed(parameter: Tensor) -> bool:
     """Whether an open session has it."""
-    return any(each.has(parameter) for each in _others(None))
-
-
-def _others(own: Claim | None) -> list[Claim]:
-    """Return all live claims; `list` of a dict cannot be interrupted by a signal handler."""
-    found = []
-    for key, held in list(_claims.items()):
-        other = held()
-        if other is None and _claims.get(key) is held:
-            del _claims[key]
-        elif other is not None and other is not own:
-            found.append(other)
-    return found
+    with _lock:
+        return any(each.has(parameter) for each in _claims)

@@ -115,10 +115,6 @@ class Bucket:
             torch.zeros(e.spec.shape, dtype=torch.float32, device=self.device) if narrow else None
             for e in self.entries
         ]
-        # Whole parameters are the same objects in every round.
-        self._lasting: list[Tensor] | None = None
-        if all(e.is_whole for e in self.entries):
-            self._lasting = [e.parameter for e in self.entries]
 
     @property
     def memory_bytes(self) -> int:
@@ -128,8 +124,6 @@ class Bucket:
 
     def tensors(self) -> list[Tensor | None]:
         """Return the live tensors, None where one does not exist yet."""
-        if self._lasting is not None:
-            return list(self._lasting)
         return [entry.tensor() for entry in self.entries]
 
     def snapshot(self, into: Snapshot, bucket: int, round: int) -> Sendable:
@@ -165,9 +159,6 @@ class Bucket:
 
     def _add(self, flat: Tensor, weight: float) -> None:
         pieces = self._split(flat)
-        if self._lasting is not None and self.dtype == flat.dtype:
-            torch._foreach_add_(self._lasting, pieces, alpha=weight)
-            return
         mixed = zip(self.entries, self.tensors(), pieces, self.residuals, strict=True)
         there = [(entry, v, d, e) for entry, v, d, e in mixed if v is not None]
         mix(
@@ -185,9 +176,6 @@ class Bucket:
         if flat is None:
             flat = torch.empty(self.numel, dtype=widened(self.dtype), device=self.device)
         pieces = self._split(flat)
-        if self._lasting is not None and self.dtype == flat.dtype:
-            torch._foreach_copy_(pieces, self._lasting)
-            return flat
         for v, total, e in zip(self.tensors(), pieces, self.residuals, strict=True):
             total.zero_() if v is None else total.copy_(v)
             if e is not None:

@@ -21,6 +21,7 @@ from gossipgrad.comm import (
     Membership,
     Record,
     TCPTransport,
+    difference,
     joining_address,
 )
 from gossipgrad.engine._island import Island
@@ -159,16 +160,12 @@ class Joiner:
             ValueError: They differ; the message has the first difference.
         """
         there = self._fingerprint
-        # Digests last: prefer to report a difference by name.
-        for key in sorted(
-            {**here, **there}, key=lambda key: key.startswith(("order", "optimizer"))
-        ):
-            if here.get(key) != there.get(key):
-                raise ValueError(
-                    f"this is not what the run trains: {key} is {here.get(key) or 'missing'} here, "
-                    f"but {there.get(key) or 'missing'} there. Build the same model and optimizer, "
-                    "and give the same settings, as the other ranks; nothing was loaded"
-                )
+        if (key := difference(here, there)) is not None:
+            raise ValueError(
+                f"this is not what the run trains: {key} is {here.get(key, 'missing')} here, but "
+                f"{there.get(key, 'missing')} there. Build the same model and optimizer, and give "
+                "the same settings, as the other ranks; nothing was loaded"
+            )
 
     def reserve_rank(self, island: Island | None = None) -> None:
         """Read who the members are, and get a number, which all ranks of an island share.

@@ -1,7 +1,7 @@
 """The modes: when a round's snapshots are sent and mixed."""
 
 import math
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 __all__ = ["Mode", "Overlap", "Stale", "Sync", "check_stale", "resolve_mode"]
@@ -100,17 +100,8 @@ class Stale:
     """
 
     max_staleness: int = 2
-    cut_every: InitVar[None] = None
-    record: InitVar[None] = None
-    replay: InitVar[None] = None
 
-    def __post_init__(self, cut_every: object, record: object, replay: object) -> None:
-        if (cut_every, record, replay) != (None, None, None):
-            raise ValueError(
-                "cut_every, record and replay of mode stale are gone: a stale run is not repeated "
-                "bit for bit. Leave them out, and take session.state_dict() on each rank as "
-                "session.position reaches an agreed number"
-            )
+    def __post_init__(self) -> None:
         number = self.max_staleness
         if (
             isinstance(number, bool)
@@ -150,11 +141,6 @@ def resolve_mode(mode: Mode | str) -> Mode:
     """
     if isinstance(mode, Mode):
         return mode
-    if mode == "lagged":
-        raise ValueError(
-            "mode='lagged', the rule of GossipGraD's authors, is no longer trained over a network: "
-            "simulate it with virtual ranks, or use mode='overlap', which keeps the mean over ranks"
-        )
     if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
     return _MODES[mode]()

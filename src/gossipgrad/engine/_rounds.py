@@ -15,7 +15,7 @@ from gossipgrad.engine._flow import Delta, Flow
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._modes import Mode, Stale
 from gossipgrad.engine._repeated_shards import RepeatedShards
-from gossipgrad.engine._transfer import Transfer, release
+from gossipgrad.engine._transfer import Transfer
 from gossipgrad.engine._waits import Waits
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import Peers, Schedule, Weighted
@@ -37,6 +37,12 @@ _LINK_COUNTS = ("bytes_sent", "bytes_received", "refused")
 
 FlowsOf = Callable[[int], Sequence[Flow]]
 """Returns the flows that are due in a round."""
+
+
+def release(transfers: Sequence[Transfer]) -> None:
+    """Return the snapshots of transfers to their pools."""
+    for transfer in transfers:
+        transfer.release()
 
 
 class PairDistance:
@@ -611,19 +617,20 @@ class Rounds:
         transfers: list[Transfer] = []
         try:
             for flow in flows:
-                transfer = Transfer.begin(
-                    flow, self.channel, self.next_round, peers, timeout_seconds
-                )
-                if transfer is None:
-                    release(transfers)
-                    return None
+                snapshot = flow.pool.acquire(lambda: self.channel.poll(0.001), timeout_seconds)
+                if snapshot is None:
+                    break
+                transfer = Transfer(flow, self.channel, self.next_round, peers, snapshot)
                 if self.island is not None:
                     transfer.on_arrival = self.island.wake
                 transfers.append(transfer)
+            else:
+                return transfers
         except BaseException:
             release(transfers)
             raise
-        return transfers
+        release(transfers)
+        return None
 
     def _following(self, flows: Sequence[Flow]) -> dict[Flow, Transfer] | None:
         """Create the next round's transfers early, if that is possible without waiting."""

@@ -68,16 +68,8 @@ class StateKeeper:
 
     def misfit(self, state: Any, generation: int) -> str | None:
         """Return why a state cannot be loaded here; None if it can."""
-        version = None
-        if isinstance(state, Mapping) and isinstance(state.get("session"), Mapping):
-            version = state["session"].get("version")
-        if isinstance(version, int) and version < VERSION:
-            return (
-                f"it is of version {version}, this gossipgrad reads {VERSION}: continue "
-                "with the older release, or begin a session from its weights (gg.load_replica)"
-            )
         try:
-            if version == VERSION:
+            if state["session"]["version"] == VERSION:
                 return (
                     self._unlike(state["session"], generation)
                     or misfit(self._replica.model, self._replica.optimizers, state)

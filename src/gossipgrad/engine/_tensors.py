@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import TensorSpec, is_sharded, local, parameters_of
+from gossipgrad.comm import TensorSpec, local, parameters_of
 from gossipgrad.engine._step_hooks import held_by
 from gossipgrad.errors import GossipError
 
@@ -50,11 +50,6 @@ class Entry:
     non_negative: bool = False
     rows: tuple[int, int] | None = None
     span: tuple[int, int] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a whole parameter, the same object in every round."""
-        return not (self.read or self.rows or self.span or is_sharded(self.parameter))
 
     def tensor(self) -> Tensor | None:
         """The live tensor (a DTensor's local shard, or rows), or None if it does not exist yet."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, stage,
 from gossipgrad.engine._flow import Delta, Flow, Phase, Sendable
 from gossipgrad.topology import Peers
 
-__all__ = ["Transfer", "release"]
+__all__ = ["Transfer"]
 
 
 class Transfer:
@@ -42,14 +42,6 @@ class Transfer:
         self._wide: dict[int, Tensor] = {}  # where deltas are computed, if not there
         self._lock = threading.RLock()  # parts are staged in another thread
         self._is_released = False
-
-    @classmethod
-    def begin(
-        cls, flow: Flow, channel: Channel, round: int, peers: Peers, timeout_seconds: float
-    ) -> "Transfer | None":
-        """Start a transfer without sending; return None if no snapshot is free in time."""
-        snapshot = flow.pool.acquire(lambda: channel.poll(0.001), timeout_seconds)
-        return None if snapshot is None else cls(flow, channel, round, peers, snapshot)
 
     @property
     def is_finished(self) -> bool:
@@ -212,9 +204,3 @@ class Transfer:
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
-
-
-def release(transfers: Sequence[Transfer]) -> None:
-    """Return the snapshots of transfers to their pools."""
-    for transfer in transfers:
-        transfer.release()
