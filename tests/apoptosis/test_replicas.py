@@ -80,8 +80,10 @@ def test_all_ranks_make_one_plan_and_messages_shrink(settings, optimizer):
             return sum(part.size_bytes for flow in session.flows for part in flow.parts)
 
         def sent_in_five_steps():
+            session.wait()
             before, of_messages = session.stats().bytes_sent, message_bytes()
             train(5)
+            session.wait()
             # otherwise what has left by now, and when events come, is a matter of time
             is_sync = settings["mode"] == "sync"
             return session.stats().bytes_sent - before if is_sync else of_messages

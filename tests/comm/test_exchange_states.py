@@ -111,8 +111,7 @@ class World:
 
     def give_up(self, number, peer, at):
         ledger = self.ranks[number].ledgers[peer]
-        if peer not in self.ranks[number].down and at > ledger.given_up:
-            ledger.given_up = at
+        if peer not in self.ranks[number].down and at >= ledger.past:
             ledger.prune(before=at.next)
             self.send(number, peer, "VOID", at)
 

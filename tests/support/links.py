@@ -48,8 +48,8 @@ def both(a: Channel, b: Channel, round: int = 0, value: float = 0.0) -> list[flo
 
 def cut(transport: TCPTransport, peer: int) -> None:
     """Ends the connection to a rank, as a network does; both ends see it."""
-    until(lambda: peer in transport._links.links and transport._links.links[peer].is_up)
-    transport._links.links[peer].connection.sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: peer in transport._links and transport._links[peer].is_up)
+    transport._links[peer].connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def ours() -> list[threading.Thread]:

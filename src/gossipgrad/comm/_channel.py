@@ -316,8 +316,7 @@ class Channel:
             return
         with self._lock:
             ledger, at = self._ledgers[send_to], self._at(round)
-            if self._liveness.is_alive(send_to) and at > ledger.given_up:
-                ledger.given_up = at
+            if self._liveness.is_alive(send_to) and at >= ledger.past:
                 ledger.prune(before=at.next)
                 self._notify(Kind.VOID, [send_to], round)
 

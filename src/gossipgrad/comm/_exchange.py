@@ -162,7 +162,6 @@ class Ledger:
     awaited: set[tuple[Position, int]] = field(default_factory=set)  # the peer alone is READY
     past: Position = _START  # this rank says READY to no round before this one any more
     latest: Position = _START  # nor does the peer to a round before this one
-    given_up: Position = _START  # the last round that this rank has declared void
 
     def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:
         """Post an exchange; return whether to say READY to the peer. If not, it is over here."""

@@ -60,9 +60,6 @@ class Group:
         members: The ranks that take part now, ascending.
         generation: The generation of the membership.
         broken_by: The ranks whose connections ended first when a collective broke, if known.
-        at_once_bytes: Messages of `all_gather_into_` up to this size go directly to all members, so
-            that none waits for another; larger ones go round a ring, where no two share a link.
-            Equal on all members.
         unless: Called while waiting for members in the first collective of a generation. A
             `GossipError` that it raises ends the wait and leaves the collective intact: this rank
             may enter it later.
@@ -85,7 +82,6 @@ class Group:
         self.store = store
         self.members = tuple(range(world_size) if members is None else members)
         self.generation = 0
-        self.at_once_bytes = _AT_ONCE_BYTES
         self.unless: Callable[[], object] = lambda: None
         self.broken_by: tuple[int, ...] = ()
         self.call = call
@@ -219,7 +215,9 @@ class Group:
         """
         if len(self.members) == 1:
             return gathered.copy_(mine)
-        if mine.nbytes <= self.at_once_bytes:
+        # Small messages go directly to all members, so that none waits for another; larger ones
+        # go round a ring, where no two share a link.
+        if mine.nbytes <= _AT_ONCE_BYTES:
             return self.all_to_all_into_(gathered, mine.repeat(len(self.members)))
         self._run(lambda gloo: gloo._allgather_base(gathered, mine))
         return gathered

@@ -1,7 +1,6 @@
 """Links between threads of one process: for tests and virtual ranks."""
 
 import threading
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -16,47 +15,26 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._lock = threading.RLock()
-        self._filled = [threading.Condition(self._lock) for _ in range(world_size)]
-        self._boxes: list[deque[Received | Lost]] = [deque() for _ in range(world_size)]
-        self._gone: set[int] = set()
+        self.lock = threading.RLock()
+        self.filled = [threading.Condition(self.lock) for _ in range(world_size)]
+        self.boxes: list[list[Received | Lost]] = [[] for _ in range(world_size)]
+        self.gone: set[int] = set()
 
     def transport(self, rank: int) -> "InProcessTransport":
         """The transport of one rank."""
         return InProcessTransport(self, rank)
 
-    def put(self, sender: int, peer: int, event: Received) -> None:
-        """Put a message into a rank's box; drop it if either rank is gone."""
-        with self._lock:
-            if not {sender, peer} & self._gone:
-                self._boxes[peer].append(event)
-                self._filled[peer].notify_all()
-
-    def get(self, rank: int, timeout_seconds: float) -> list[Received | Lost]:
-        """Empty a rank's box; wait for the first message at most `timeout_seconds`."""
-        with self._lock:
-            if not self._boxes[rank] and timeout_seconds > 0:
-                self._filled[rank].wait(timeout_seconds)
-            events = list(self._boxes[rank])
-            self._boxes[rank].clear()
-            return events
-
-    def wake(self, rank: int) -> None:
-        """Let a rank's `get` return early."""
-        with self._lock:
-            self._filled[rank].notify_all()
-
     def remove(self, rank: int) -> None:
         """Mark a rank as gone and notify all others, once."""
-        with self._lock:
-            if rank in self._gone:
+        with self.lock:
+            if rank in self.gone:
                 return
-            self._gone.add(rank)
-            self._boxes[rank].clear()
+            self.gone.add(rank)
+            self.boxes[rank].clear()
             for peer in range(self.world_size):
-                if peer != rank and peer not in self._gone:
-                    self._boxes[peer].append(Lost(rank))
-                    self._filled[peer].notify_all()
+                if peer != rank and peer not in self.gone:
+                    self.boxes[peer].append(Lost(rank))
+                    self.filled[peer].notify_all()
 
 
 class InProcessTransport:
@@ -85,17 +63,26 @@ class InProcessTransport:
         body = (
             None if payload is None else payload.contiguous().view(torch.uint8).to("cpu", copy=True)
         )
-        self._hub.put(self.rank, peer, Received(header, body))
+        with self._hub.lock:
+            if not {self.rank, peer} & self._hub.gone:
+                self._hub.boxes[peer].append(Received(header, body))
+                self._hub.filled[peer].notify_all()
         if ticket is not None:
             ticket.done = True
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Empties this rank's box."""
-        return self._hub.get(self.rank, timeout_seconds)
+        hub = self._hub
+        with hub.lock:
+            if not hub.boxes[self.rank] and timeout_seconds > 0:
+                hub.filled[self.rank].wait(timeout_seconds)
+            events, hub.boxes[self.rank] = hub.boxes[self.rank], []
+            return events
 
     def wake(self) -> None:
         """Let `receive` return early."""
-        self._hub.wake(self.rank)
+        with self._hub.lock:
+            self._hub.filled[self.rank].notify_all()
 
     def forget(self, peer: int) -> None:
         """Does nothing: a rank that is gone has no box."""

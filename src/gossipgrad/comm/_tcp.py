@@ -1,8 +1,23 @@
 """Links over plain TCP: one connection a pair of ranks, opened when one of them first needs it.
 
 One thread moves the bytes of all links while the process trains: the calls that copy between a
-socket and memory run without Python's lock. Bytes are not encrypted; that is
-the network's to do.
+socket and memory run without Python's lock. Bytes are not encrypted; that is the network's to do.
+
+Who connects, where both ends of a link want it at once:
+
+1. Ranks 0 and 1 reach a round with each other, and both connect.
+2. Each gets the hello of the other while its own is under way.
+3. Rank 0, the lower one, answers "not now"; rank 1 takes the connection of rank 0, and drops
+   its own. Nothing was sent on that one: messages wait in the link until it is up.
+
+A rank whose end of a link broke connects again; the other end may not have noticed:
+
+1. Rank 1 sees its connection end, and its channel has forgotten the link.
+2. Rank 0 still waits for bytes of the old connection, when rank 1 connects.
+3. Rank 0 answers "not now", and sends an empty message on the old connection, which the host
+   of rank 1 answers with a reset. Rank 0 reports rank 1 as lost.
+4. It takes the next attempt when its own channel has forgotten the link, too: so `Lost` stands
+   between the messages of the two connections.
 """
 
 import contextlib
@@ -59,7 +74,7 @@ _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
 Memory = Callable[[bytes, int], Tensor | None]
 """Where to receive the payload of a message with this header, of so many bytes."""
 
-_all: "weakref.WeakSet[_Links]" = weakref.WeakSet()
+_all: "weakref.WeakSet[TCPTransport]" = weakref.WeakSet()
 
 
 class _Link:
@@ -77,448 +92,6 @@ class _Link:
     @property
     def is_up(self) -> bool:
         return self.connection is not None and self.connection.is_up
-
-
-class _Links:
-    """The sockets of a transport, and the thread that serves them; ends even if nobody closes it.
-
-    Who connects, where both ends of a link want it at once:
-
-    1. Ranks 0 and 1 reach a round with each other, and both connect.
-    2. Each gets the hello of the other while its own is under way.
-    3. Rank 0, the lower one, answers "not now"; rank 1 takes the connection of rank 0, and drops
-       its own. Nothing was sent on that one: messages wait in the link until it is up.
-
-    A rank whose end of a link broke connects again; the other end may not have noticed:
-
-    1. Rank 1 sees its connection end, and its channel has forgotten the link.
-    2. Rank 0 still waits for bytes of the old connection, when rank 1 connects.
-    3. Rank 0 answers "not now", and sends an empty message on the old connection, which the host
-       of rank 1 answers with a reset. Rank 0 reports rank 1 as lost.
-    4. It takes the next attempt when its own channel has forgotten the link, too: so `Lost` stands
-       between the messages of the two connections.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        listener: socket.socket,
-        access: Access,
-        most_bytes: int,
-        where: Callable[[int], str],
-    ) -> None:
-        self.rank, self.access, self.most_bytes = rank, access, most_bytes
-        self.links: dict[int, _Link] = {}
-        self.memory: Memory = lambda header, size_bytes: None
-        self.is_closed = False  # no message is taken any more
-        self.filled = threading.Condition(threading.RLock())
-        self.events: list[Received | Lost] = []
-        self._where = where
-        self._arena = Arena([_PROBE_BYTES])
-        self._probe = offer(self._arena.empty(_PROBE_BYTES, torch.uint8))
-        self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._wakes = socket.socketpair()
-        self._is_woken = False
-        self._connections: set[Connection] = set()
-        self._hellos: dict[Connection, float] = {}  # until when they may take
-        self._changed: set[_Link] = set()  # to be connected, or with messages to send
-        self._dropped: list[Connection] = []  # by other threads, to be closed
-        self._until_seconds: float | None = None  # when to end, once closing
-        self._is_over = False
-        for each in (listener, self._waker, self._wakes):
-            each.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-        self.process = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="gossipgrad-links", daemon=True)
-        _all.add(self)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def link(self, peer: int) -> _Link:
-        """Return the link to a rank, and connect if there is none; holding `filled`."""
-        link = self.links.get(peer)
-        if link is None:
-            link = self.links[peer] = _Link(peer)
-            self._look_at(link)
-        return link
-
-    def send(
-        self,
-        peer: int,
-        header: bytes,
-        body: memoryview | None,
-        ticket: Ticket | None,
-        descriptor: bytes | None,
-    ) -> None:
-        """Queue a message; a small one leaves at once where none waits before it."""
-        with self.filled:
-            link = self.link(peer)
-            is_first = not link.outgoing and not link.is_writing
-            link.outgoing.put(header, body, ticket, descriptor)
-            if link.is_lost:
-                link.outgoing.drop()
-                return
-            is_in_memory = descriptor is not None and link.outgoing.shares
-            is_small = body is None or body.nbytes < _DIRECT_BYTES or is_in_memory
-            self._push(link, at_once=is_first and is_small)
-
-    def _push(self, link: _Link, *, at_once: bool) -> None:
-        """Let queued messages leave, `at_once` in this thread; holding `filled`."""
-        connection = link.connection
-        if at_once and connection is not None and connection.is_up:
-            with contextlib.suppress(OSError):  # the thread of the links sees it, too
-                link.outgoing.remove(connection.write(link.outgoing.first()))
-        if link.outgoing and connection is not None and not connection.writes:
-            self._look_at(link)
-
-    def _has_read(self, connection: Connection, number: bytes) -> None:
-        """Let the other end write a payload's memory again; from any thread."""
-        with self.filled:
-            if (link := self._link_of(connection)) is not None:
-                is_first = not link.outgoing and not link.is_writing
-                link.outgoing.put_note(Note.HAS_READ, number)
-                self._push(link, at_once=is_first)
-
-    def forget(self, peer: int) -> None:
-        """Drop the link to a rank."""
-        with self.filled:
-            link = self.links.pop(peer, None)
-            if link is not None:
-                self._end(link)
-                self._wake()
-
-    def close(self, linger_seconds: float = 0.0) -> None:
-        """Send queued messages for at most `linger_seconds`, and end; from any thread."""
-        if os.getpid() != self.process:
-            return  # a forked child: it has closed its copies
-        with self.filled:
-            self.is_closed = True
-            if self._until_seconds is None:
-                self._until_seconds = time.monotonic() + linger_seconds
-            self.filled.notify_all()
-            self._wake()
-        if self._thread is not threading.current_thread():  # it may collect the transport
-            if self._thread.ident is not None:
-                self._thread.join(linger_seconds + _END_SECONDS)
-            else:
-                self._close_all()
-
-    def abandon(self) -> None:
-        """Close a forked child's copies of all descriptors, without locks: threads are gone.
-
-        1. A rank forks the workers of a `DataLoader`, and is killed.
-        2. The kernel ends its connections only when the last copy of them is closed.
-        3. So the others would not see it die as long as a worker lives.
-        """
-        self.is_closed = self._is_over = True
-        self._selector.close()  # the parent's epoll stays as it is
-        for sock in (self._listener, self._waker, self._wakes):
-            sock.close()
-        for connection in [*self._connections]:
-            connection.sock.close()
-
-    # -- in the thread of the links ---------------------------------------------------------
-
-    def _work(self) -> None:
-        try:
-            while not self._is_over:
-                self._turn()
-        finally:
-            with self.filled:
-                for link in self.links.values():
-                    self._end(link)
-                self.is_closed = True
-                self.filled.notify_all()
-            self._close_all()
-
-    def _turn(self) -> None:
-        ready = self._selector.select(self._dial_and_look())
-        for key, mask in ready:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wakes:
-                # 1. A thread queues a message, and finds `_is_woken` set: it sends no byte.
-                # 2. So the flag is cleared behind the byte, and before this thread looks at queues.
-                with contextlib.suppress(BlockingIOError):
-                    self._wakes.recv(64)
-                self._is_woken = False
-            elif key.data in self._connections:  # not closed in this turn
-                self._serve(key.data, mask)
-
-    def _dial_and_look(self) -> float | None:
-        """Connect, let messages leave, end what is over; return how long to sleep at most."""
-        now, wait = time.monotonic(), None
-        with self.filled:
-            dropped, self._dropped = self._dropped, []
-            changed, self._changed = self._changed, set()
-        for connection in dropped:
-            self._close(connection)
-        for link in changed:
-            connection = link.connection
-            if link.is_lost:
-                continue
-            if connection is not None:
-                if connection.is_up:
-                    self._watch(connection, writes=bool(link.outgoing))
-            elif link.retry_seconds <= now:
-                self._dial(link)
-            else:
-                wait = _RETRY_SECONDS
-                with self.filled:
-                    self._changed.add(link)
-        for connection, until_seconds in [*self._hellos.items()]:
-            wait = min(wait or _LOOK_SECONDS, _LOOK_SECONDS)
-            if now > until_seconds:
-                self._fail(connection, TimeoutError("no hello"))
-        if self._until_seconds is not None:
-            self._end_slowly(now)
-            wait = max(0.0, min(wait or _LOOK_SECONDS, self._until_seconds - now))
-        return 0.0 if self._is_over else wait
-
-    def _end_slowly(self, now: float) -> None:
-        """Once closing: end when all messages have left, and the others have seen the end."""
-        with self.filled:
-            up = [c for c in (link.connection for link in self.links.values()) if c and c.is_up]
-            waits = any(
-                link.outgoing or link.is_writing
-                for link in self.links.values()
-                if not link.is_lost and not link.failures
-            )
-        assert self._until_seconds is not None
-        if now >= self._until_seconds:
-            self._is_over = True
-        elif not waits:
-            # A socket that is closed with unread bytes resets the connection, and what the other
-            # end has not read is lost: so this end stops sending, and reads until the other closes.
-            for connection in up:
-                with contextlib.suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_WR)
-            self._is_over = not up
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # none is left, or this process has no descriptor left
-                return
-            self._add(self._connection(sock, None), begins=True)
-
-    def _connection(self, sock: socket.socket, peer: int | None) -> Connection:
-        sock.setblocking(False)
-        return Connection(
-            sock,
-            rank=self.rank,
-            peer=peer,
-            access=self.access,
-            most_bytes=self.most_bytes,
-            admit=self._admit,
-            memory=lambda header, size_bytes: self.memory(header, size_bytes),
-            reader=Reader(),  # one each: its memory is freed with the connection
-            has_read=self._has_read,
-        )
-
-    def _add(self, connection: Connection, *, begins: bool) -> None:
-        self._connections.add(connection)
-        self._hellos[connection] = time.monotonic() + _HELLO_SECONDS
-        events = selectors.EVENT_READ if begins else selectors.EVENT_WRITE
-        self._selector.register(connection.sock, events, connection)
-        connection.writes = not begins
-        if begins:
-            try:
-                connection.begin()
-            except OSError as error:
-                self._fail(connection, error)
-
-    def _dial(self, link: _Link) -> None:
-        endpoint = self._where(link.peer)
-        host, port = _address_of(endpoint), _port_of(endpoint)
-        try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            connection = self._connection(socket.socket(family), link.peer)
-        except OSError as error:
-            self._refused(link, error)
-            return
-        with self.filled:
-            link.connection = connection
-        self._add(connection, begins=False)
-        if (code := connection.sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
-            self._fail(connection, OSError(code, os.strerror(code)))
-
-    def _serve(self, connection: Connection, mask: int) -> None:
-        try:
-            if not connection.is_up and mask & selectors.EVENT_WRITE:
-                self._watch(connection, writes=False)
-                connection.begin()
-                return
-            was_up = connection.is_up
-            if mask & selectors.EVENT_READ:
-                try:
-                    connection.read()
-                finally:
-                    self._report(connection)
-            if connection.is_up:
-                if not was_up:
-                    self._came_up(connection)
-                if connection.writes:
-                    self._write(connection)
-        except OSError as error:
-            self._fail(connection, error)
-        except Exception as error:  # as little memory is left as a payload needs, say
-            self._fail(connection, ConnectionError(repr(error)))
-
-    def _report(self, connection: Connection) -> None:
-        if not connection.arrived and not connection.notes:
-            return
-        arrived, connection.arrived = connection.arrived, []
-        notes, connection.notes = connection.notes, []
-        with self.filled:
-            if (link := self._link_of(connection)) is None:
-                return
-            self.events.extend(arrived)
-            self.filled.notify_all()
-            for note, content in notes:
-                self._take_note(link, connection, note, content)
-
-    def _take_note(self, link: _Link, connection: Connection, note: Note, content: bytes) -> None:
-        if note is Note.CAN_YOU_READ:
-            with contextlib.suppress(OSError):  # then payloads pass the socket
-                connection.reader.read(content, 1)
-                link.outgoing.put_note(Note.CAN_READ)
-                self._look_at(link)
-        elif note is Note.CAN_READ:
-            link.outgoing.shares = True
-        elif note is Note.HAS_READ:
-            link.outgoing.read(*NUMBER.unpack(content))
-
-    def _came_up(self, connection: Connection) -> None:
-        self._hellos.pop(connection, None)
-        with self.filled:
-            link = self._link_of(connection)
-            if link is not None:
-                link.failures = 0
-                if self._probe is not None and is_local(connection.sock):
-                    link.outgoing.put_note(Note.CAN_YOU_READ, self._probe)
-                self._watch(connection, writes=bool(link.outgoing))
-
-    def _write(self, connection: Connection) -> None:
-        with self.filled:
-            link = self._link_of(connection)
-            views = [] if link is None else link.outgoing.first()
-            if link is None or not views:
-                self._watch(connection, writes=False)
-                return
-            link.is_writing = True
-        try:
-            sent_bytes = connection.write(views)
-        except ConnectionError:
-            # 1. Rank 1 says LEAVE, ends, and its host resets the connection.
-            # 2. Rank 0 still sends to it, and has not read all that came before.
-            # 3. So rank 0 only stops to write: it reads LEAVE, and then the end.
-            with self.filled:
-                link.outgoing.drop()
-            sent_bytes = 0
-        finally:
-            with self.filled:
-                link.is_writing = False
-        with self.filled:
-            if link.connection is connection:  # else the queue was dropped
-                link.outgoing.remove(sent_bytes)
-                if not link.outgoing:
-                    self._watch(connection, writes=False)
-
-    def _admit(self, connection: Connection) -> bool:
-        """Whether to take an accepted connection of a rank that has proven itself."""
-        assert connection.peer is not None
-        with self.filled:
-            link = self.links.get(connection.peer)
-            if link is None:
-                link = self.links[connection.peer] = _Link(connection.peer)
-            elif link.is_lost:
-                return False
-            elif link.is_up:
-                link.outgoing.put_note(Note.NOTHING)
-                self._look_at(link)
-                return False
-            elif link.connection is not None and self.rank < link.peer:
-                return False
-            if link.connection is not None:
-                self._dropped.append(link.connection)
-            link.connection = connection
-            return True
-
-    def _fail(self, connection: Connection, error: OSError) -> None:
-        self._close(connection)
-        with self.filled:
-            link = self._link_of(connection)
-            if link is None:
-                return
-            if connection.is_up:
-                self._lose(link)
-            else:
-                link.connection = None
-                self._refused(link, error)
-
-    def _refused(self, link: _Link, error: OSError) -> None:
-        """Try again, or give up."""
-        with self.filled:
-            link.retry_seconds = time.monotonic() + _RETRY_SECONDS
-            link.failures += 0 if isinstance(error, NotNowError) else 1
-            if link.failures >= _GONE_AFTER_FAILURES or isinstance(error, StrangerError):
-                self._lose(link)
-            else:
-                self._changed.add(link)
-
-    def _lose(self, link: _Link) -> None:
-        self._end(link)
-        self.events.append(Lost(link.peer))
-        self.filled.notify_all()
-
-    def _end(self, link: _Link) -> None:
-        link.is_lost = True
-        link.outgoing.drop()
-        if link.connection is not None:
-            self._dropped.append(link.connection)
-            link.connection = None
-
-    def _link_of(self, connection: Connection) -> _Link | None:
-        """Return the link that uses a connection, None if none does any more."""
-        link = None if connection.peer is None else self.links.get(connection.peer)
-        return link if link is not None and link.connection is connection else None
-
-    def _watch(self, connection: Connection, *, writes: bool) -> None:
-        if connection.writes != writes and connection in self._connections:
-            connection.writes = writes
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-            self._selector.modify(connection.sock, events, connection)
-
-    def _close(self, connection: Connection) -> None:
-        if connection in self._connections:
-            self._connections.remove(connection)
-            self._hellos.pop(connection, None)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(connection.sock)
-            connection.sock.close()
-
-    def _close_all(self) -> None:
-        for connection in [*self._connections]:
-            self._close(connection)
-        self._selector.close()
-        for sock in (self._listener, self._waker, self._wakes):
-            sock.close()
-
-    def _look_at(self, link: _Link) -> None:
-        self._changed.add(link)
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._is_woken and threading.current_thread() is not self._thread:
-            self._is_woken = True
-            with contextlib.suppress(OSError):  # it wakes already, or has ended
-                self._waker.send(b"w")
 
 
 class TCPTransport:
@@ -608,13 +181,13 @@ class TCPTransport:
     @property
     def linked(self) -> list[int]:
         """Ranks that see a connection to this one end when it closes."""
-        with self._links.filled:
-            return [peer for peer, link in self._links.links.items() if link.is_up]
+        with self._filled:
+            return [peer for peer, link in self._links.items() if link.is_up]
 
     @property
     def published_secret(self) -> str | None:
         """The secret that joiners get from the run's store, None if it is in a file."""
-        return self._links.access.published
+        return self._access.published
 
     def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
         """Add a rank by its introduction; local, from any thread.
@@ -625,7 +198,7 @@ class TCPTransport:
         """
         match [*introduction]:
             case [str(endpoint), None | str() as fingerprint] if _ENDPOINT.fullmatch(endpoint):
-                check_same(rank, fingerprint, self._links.access.fingerprint)
+                check_same(rank, fingerprint, self._access.fingerprint)
             case _:
                 raise AgreementError(
                     f"rank {rank} introduces itself with {str(introduction)[:200]!r}: install the "
@@ -637,13 +210,12 @@ class TCPTransport:
 
     def receive_into(self, memory: "Memory") -> None:
         """Receive payloads where `memory` says; it is called in the thread of the links."""
-        self._links.memory = memory
+        self._memory = memory
 
     def open(self, peer: int) -> None:
         """Connect to `peer` and watch the connection, if its address is known."""
-        with self._links.filled:
-            if self._can_reach(peer):
-                self._links.link(peer)
+        with self._filled:
+            self._link(peer)
 
     def send(
         self,
@@ -652,7 +224,10 @@ class TCPTransport:
         payload: Tensor | None = None,
         ticket: Ticket | None = None,
     ) -> None:
-        """Queue a message; `payload` is read until the ticket is done."""
+        """Queue a message; `payload` is read until the ticket is done.
+
+        A small one leaves at once where none waits before it.
+        """
         body = None if payload is None or payload.numel() == 0 else view_of(payload)
         if body is not None and body.nbytes > self.max_payload_bytes:
             raise ValueError(
@@ -660,40 +235,90 @@ class TCPTransport:
                 f"{self.max_payload_bytes}: use smaller buckets, or raise it on all ranks"
             )
         assert len(header) <= MOST_HEADER_BYTES, len(header)
-        with self._links.filled:
-            if self._can_reach(peer):
-                descriptor = None if payload is None else offer(payload)
-                self._links.send(peer, header, body, ticket, descriptor)
-            elif ticket is not None:
-                ticket.done = True
+        with self._filled:
+            link = self._link(peer)
+            if link is None or link.is_lost:
+                if ticket is not None:
+                    ticket.done = True
+                return
+            descriptor = None if payload is None else offer(payload)
+            is_first = not link.outgoing and not link.is_writing
+            link.outgoing.put(header, body, ticket, descriptor)
+            is_in_memory = descriptor is not None and link.outgoing.shares
+            is_small = body is None or body.nbytes < _DIRECT_BYTES or is_in_memory
+            self._push(link, at_once=is_first and is_small)
 
     def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Return received messages, and ranks that were lost; perhaps none, and early."""
-        links = self._links
-        with links.filled:
-            if not links.events and timeout_seconds > 0:  # also when closed: callers loop
-                links.filled.wait(timeout_seconds)
-            events, links.events = links.events, []
-            return [] if links.is_closed else events
+        with self._filled:
+            if not self._events and timeout_seconds > 0:  # also when closed: callers loop
+                self._filled.wait(timeout_seconds)
+            events, self._events = self._events, []
+            return [] if self._is_closed else events
 
     def wake(self) -> None:
         """Let `receive` return early."""
-        with self._links.filled:
-            self._links.filled.notify_all()
+        with self._filled:
+            self._filled.notify_all()
 
     def forget(self, peer: int) -> None:
         """Close the link to `peer` and drop its queued messages."""
-        self._links.forget(peer)
+        with self._filled:
+            if (link := self._links.pop(peer, None)) is not None:
+                self._end(link)
+                self._wake()
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Send queued messages for at most `linger_seconds`, then close all links."""
-        self._abandoned.detach()
-        self._links.close(linger_seconds)
+        if os.getpid() != self._process:
+            return  # a forked child: it has closed its copies
+        with self._filled:
+            self._is_closed = True
+            if self._until_seconds is None:
+                self._until_seconds = time.monotonic() + linger_seconds
+            self._filled.notify_all()
+            self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(linger_seconds + _END_SECONDS)
 
-    def _can_reach(self, peer: int) -> bool:
-        return not self._links.is_closed and (
-            peer in self.introductions or peer in self._links.links
-        )
+    def abandon(self) -> None:
+        """Close a forked child's copies of all descriptors, without locks: threads are gone.
+
+        1. A rank forks the workers of a `DataLoader`, and is killed.
+        2. The kernel ends its connections only when the last copy of them is closed.
+        3. So the others would not see it die as long as a worker lives.
+        """
+        self._is_closed = self._is_over = True
+        self._selector.close()  # the parent's epoll stays as it is
+        for sock in (self._listener, self._waker, self._wakes):
+            sock.close()
+        for connection in [*self._connections]:
+            connection.sock.close()
+
+    def _link(self, peer: int) -> _Link | None:
+        """Return the link to a rank, and connect if there is none; None if it is not known."""
+        link = self._links.get(peer)
+        if link is None and peer in self.introductions and not self._is_closed:
+            link = self._links[peer] = _Link(peer)
+            self._look_at(link)
+        return None if self._is_closed else link
+
+    def _push(self, link: _Link, *, at_once: bool) -> None:
+        """Let queued messages leave, `at_once` in this thread; holding the lock."""
+        connection = link.connection
+        if at_once and connection is not None and connection.is_up:
+            with contextlib.suppress(OSError):  # the thread of the links sees it, too
+                link.outgoing.remove(connection.write(link.outgoing.first()))
+        if link.outgoing and connection is not None and not connection.writes:
+            self._look_at(link)
+
+    def _has_read(self, connection: Connection, number: bytes) -> None:
+        """Let the other end write a payload's memory again; from any thread."""
+        with self._filled:
+            if (link := self._link_of(connection)) is not None:
+                is_first = not link.outgoing and not link.is_writing
+                link.outgoing.put_note(Note.HAS_READ, number)
+                self._push(link, at_once=is_first)
 
     def _prove_links(self, group: Group) -> None:
         """Send a message to the next rank, and await that of the one before; all raise, or none."""
@@ -738,25 +363,338 @@ class TCPTransport:
         _make_room(world_size)
         self.rank, self.world_size = rank, world_size
         self.max_payload_bytes = max_payload_bytes
-        listener = _bind(address, one_host=one_host)
-        host, port, *_ = listener.getsockname()
+        self._listener = _bind(address, one_host=one_host)
+        host, port, *_ = self._listener.getsockname()
         endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        introductions: dict[int, list[Any]] = {rank: [endpoint, access.fingerprint]}
-        self.introductions = introductions
-
-        def where(peer: int) -> str:
-            return introductions[peer][0]
-
-        self._links = _Links(rank, listener, access, max_payload_bytes, where)
-        # Sessions that nobody closed say LEAVE at exit, so these links end with the process.
-        self._abandoned = weakref.finalize(self, self._links.close)
-        self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
-        self._links.start()
+        self.introductions: dict[int, list[Any]] = {rank: [endpoint, access.fingerprint]}
+        self._access, self._process = access, os.getpid()
+        self._links: dict[int, _Link] = {}
+        self._memory: Memory = lambda header, size_bytes: None
+        self._is_closed = False  # no message is taken any more
+        self._filled = threading.Condition(threading.RLock())
+        self._events: list[Received | Lost] = []
+        self._arena = Arena([_PROBE_BYTES])
+        self._probe = offer(self._arena.empty(_PROBE_BYTES, torch.uint8))
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wakes = socket.socketpair()
+        self._is_woken = False
+        self._connections: set[Connection] = set()
+        self._hellos: dict[Connection, float] = {}  # until when they may take
+        self._changed: set[_Link] = set()  # to be connected, or with messages to send
+        self._dropped: list[Connection] = []  # by other threads, to be closed
+        self._until_seconds: float | None = None  # when to end, once closing
+        self._is_over = False
+        for each in (self._listener, self._waker, self._wakes):
+            each.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        _all.add(self)
+        self._thread = threading.Thread(target=self._work, name="gossipgrad-links", daemon=True)
+        self._thread.start()
         try:
             yield
         except BaseException:
             self.close()
             raise
+
+    # -- in the thread of the links ---------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while not self._is_over:
+                self._turn()
+        finally:
+            with self._filled:
+                for link in self._links.values():
+                    self._end(link)
+                self._is_closed = True
+                self._filled.notify_all()
+            self._close_all()
+
+    def _turn(self) -> None:
+        ready = self._selector.select(self._dial_and_look())
+        for key, mask in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wakes:
+                # 1. A thread queues a message, and finds `_is_woken` set: it sends no byte.
+                # 2. So the flag is cleared behind the byte, and before this thread looks at queues.
+                with contextlib.suppress(BlockingIOError):
+                    self._wakes.recv(64)
+                self._is_woken = False
+            elif key.data in self._connections:  # not closed in this turn
+                self._serve(key.data, mask)
+
+    def _dial_and_look(self) -> float | None:
+        """Connect, let messages leave, end what is over; return how long to sleep at most."""
+        now, wait = time.monotonic(), None
+        with self._filled:
+            dropped, self._dropped = self._dropped, []
+            changed, self._changed = self._changed, set()
+        for connection in dropped:
+            self._close(connection)
+        for link in changed:
+            connection = link.connection
+            if link.is_lost:
+                continue
+            if connection is not None:
+                if connection.is_up:
+                    self._watch(connection, writes=bool(link.outgoing))
+            elif link.retry_seconds <= now:
+                self._dial(link)
+            else:
+                wait = _RETRY_SECONDS
+                with self._filled:
+                    self._changed.add(link)
+        for connection, until_seconds in [*self._hellos.items()]:
+            wait = min(wait or _LOOK_SECONDS, _LOOK_SECONDS)
+            if now > until_seconds:
+                self._fail(connection, TimeoutError("no hello"))
+        if self._until_seconds is not None:
+            self._end_slowly(now)
+            wait = max(0.0, min(wait or _LOOK_SECONDS, self._until_seconds - now))
+        return 0.0 if self._is_over else wait
+
+    def _end_slowly(self, now: float) -> None:
+        """Once closing: end when all messages have left, and the others have seen the end."""
+        with self._filled:
+            up = [c for c in (link.connection for link in self._links.values()) if c and c.is_up]
+            waits = any(
+                link.outgoing or link.is_writing
+                for link in self._links.values()
+                if not link.is_lost and not link.failures
+            )
+        assert self._until_seconds is not None
+        if now >= self._until_seconds:
+            self._is_over = True
+        elif not waits:
+            # A socket that is closed with unread bytes resets the connection, and what the other
+            # end has not read is lost: so this end stops sending, and reads until the other closes.
+            for connection in up:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_WR)
+            self._is_over = not up
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # none is left, or this process has no descriptor left
+                return
+            self._add(self._connection(sock, None), begins=True)
+
+    def _connection(self, sock: socket.socket, peer: int | None) -> Connection:
+        sock.setblocking(False)
+        return Connection(
+            sock,
+            rank=self.rank,
+            peer=peer,
+            access=self._access,
+            most_bytes=self.max_payload_bytes,
+            admit=self._admit,
+            memory=lambda header, size_bytes: self._memory(header, size_bytes),
+            reader=Reader(),  # one each: its memory is freed with the connection
+            has_read=self._has_read,
+        )
+
+    def _add(self, connection: Connection, *, begins: bool) -> None:
+        self._connections.add(connection)
+        self._hellos[connection] = time.monotonic() + _HELLO_SECONDS
+        events = selectors.EVENT_READ if begins else selectors.EVENT_WRITE
+        self._selector.register(connection.sock, events, connection)
+        connection.writes = not begins
+        if begins:
+            try:
+                connection.begin()
+            except OSError as error:
+                self._fail(connection, error)
+
+    def _dial(self, link: _Link) -> None:
+        endpoint = self.introductions[link.peer][0]
+        host, port = _address_of(endpoint), _port_of(endpoint)
+        try:
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            connection = self._connection(socket.socket(family), link.peer)
+        except OSError as error:
+            self._refused(link, error)
+            return
+        with self._filled:
+            link.connection = connection
+        self._add(connection, begins=False)
+        if (code := connection.sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
+            self._fail(connection, OSError(code, os.strerror(code)))
+
+    def _serve(self, connection: Connection, mask: int) -> None:
+        try:
+            if not connection.is_up and mask & selectors.EVENT_WRITE:
+                self._watch(connection, writes=False)
+                connection.begin()
+                return
+            was_up = connection.is_up
+            if mask & selectors.EVENT_READ:
+                try:
+                    connection.read()
+                finally:
+                    self._report(connection)
+            if connection.is_up:
+                if not was_up:
+                    self._came_up(connection)
+                if connection.writes:
+                    self._write(connection)
+        except OSError as error:
+            self._fail(connection, error)
+        except Exception as error:  # as little memory is left as a payload needs, say
+            self._fail(connection, ConnectionError(repr(error)))
+
+    def _report(self, connection: Connection) -> None:
+        if not connection.arrived and not connection.notes:
+            return
+        arrived, connection.arrived = connection.arrived, []
+        notes, connection.notes = connection.notes, []
+        with self._filled:
+            if (link := self._link_of(connection)) is None:
+                return
+            self._events.extend(arrived)
+            self._filled.notify_all()
+            for note, content in notes:
+                self._take_note(link, connection, note, content)
+
+    def _take_note(self, link: _Link, connection: Connection, note: Note, content: bytes) -> None:
+        if note is Note.CAN_YOU_READ:
+            with contextlib.suppress(OSError):  # then payloads pass the socket
+                connection.reader.read(content, 1)
+                link.outgoing.put_note(Note.CAN_READ)
+                self._look_at(link)
+        elif note is Note.CAN_READ:
+            link.outgoing.shares = True
+        elif note is Note.HAS_READ:
+            link.outgoing.read(*NUMBER.unpack(content))
+
+    def _came_up(self, connection: Connection) -> None:
+        self._hellos.pop(connection, None)
+        with self._filled:
+            link = self._link_of(connection)
+            if link is not None:
+                link.failures = 0
+                if self._probe is not None and is_local(connection.sock):
+                    link.outgoing.put_note(Note.CAN_YOU_READ, self._probe)
+                self._watch(connection, writes=bool(link.outgoing))
+
+    def _write(self, connection: Connection) -> None:
+        with self._filled:
+            link = self._link_of(connection)
+            views = [] if link is None else link.outgoing.first()
+            if link is None or not views:
+                self._watch(connection, writes=False)
+                return
+            link.is_writing = True
+        try:
+            sent_bytes = connection.write(views)
+        except ConnectionError:
+            # 1. Rank 1 says LEAVE, ends, and its host resets the connection.
+            # 2. Rank 0 still sends to it, and has not read all that came before.
+            # 3. So rank 0 only stops to write: it reads LEAVE, and then the end.
+            with self._filled:
+                link.outgoing.drop()
+            sent_bytes = 0
+        finally:
+            with self._filled:
+                link.is_writing = False
+        with self._filled:
+            if link.connection is connection:  # else the queue was dropped
+                link.outgoing.remove(sent_bytes)
+                if not link.outgoing:
+                    self._watch(connection, writes=False)
+
+    def _admit(self, connection: Connection) -> bool:
+        """Whether to take an accepted connection of a rank that has proven itself."""
+        assert connection.peer is not None
+        with self._filled:
+            link = self._links.get(connection.peer)
+            if link is None:
+                link = self._links[connection.peer] = _Link(connection.peer)
+            elif link.is_lost:
+                return False
+            elif link.is_up:
+                link.outgoing.put_note(Note.NOTHING)
+                self._look_at(link)
+                return False
+            elif link.connection is not None and self.rank < link.peer:
+                return False
+            if link.connection is not None:
+                self._dropped.append(link.connection)
+            link.connection = connection
+            return True
+
+    def _fail(self, connection: Connection, error: OSError) -> None:
+        self._close(connection)
+        with self._filled:
+            link = self._link_of(connection)
+            if link is None:
+                return
+            if connection.is_up:
+                self._lose(link)
+            else:
+                link.connection = None
+                self._refused(link, error)
+
+    def _refused(self, link: _Link, error: OSError) -> None:
+        """Try again, or give up."""
+        with self._filled:
+            link.retry_seconds = time.monotonic() + _RETRY_SECONDS
+            link.failures += 0 if isinstance(error, NotNowError) else 1
+            if link.failures >= _GONE_AFTER_FAILURES or isinstance(error, StrangerError):
+                self._lose(link)
+            else:
+                self._changed.add(link)
+
+    def _lose(self, link: _Link) -> None:
+        self._end(link)
+        self._events.append(Lost(link.peer))
+        self._filled.notify_all()
+
+    def _end(self, link: _Link) -> None:
+        link.is_lost = True
+        link.outgoing.drop()
+        if link.connection is not None:
+            self._dropped.append(link.connection)
+            link.connection = None
+
+    def _link_of(self, connection: Connection) -> _Link | None:
+        """Return the link that uses a connection, None if none does any more."""
+        link = None if connection.peer is None else self._links.get(connection.peer)
+        return link if link is not None and link.connection is connection else None
+
+    def _watch(self, connection: Connection, *, writes: bool) -> None:
+        if connection.writes != writes and connection in self._connections:
+            connection.writes = writes
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
+            self._selector.modify(connection.sock, events, connection)
+
+    def _close(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._hellos.pop(connection, None)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(connection.sock)
+            connection.sock.close()
+
+    def _close_all(self) -> None:
+        for connection in [*self._connections]:
+            self._close(connection)
+        self._selector.close()
+        for sock in (self._listener, self._waker, self._wakes):
+            sock.close()
+
+    def _look_at(self, link: _Link) -> None:
+        self._changed.add(link)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_woken and threading.current_thread() is not self._thread:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # it wakes already, or has ended
+                self._waker.send(b"w")
 
 
 def resolve_transport(transport: Any) -> Callable[[Group, int], Transport]:
@@ -822,8 +760,8 @@ def _address_of(endpoint: str) -> str:
 
 
 def _close_in_child() -> None:
-    for links in [*_all]:
-        links.abandon()
+    for transport in [*_all]:
+        transport.abandon()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

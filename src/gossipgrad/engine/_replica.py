@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from gossipgrad.comm import local, parameters_of, trained_parameters, widened
 from gossipgrad.engine._claims import Claim
 from gossipgrad.errors import AgreementError, EvictedError, GossipError, ReplicaChangedError
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "retried"]
+
+T = TypeVar("T")
 
 _TRIES = 4  # ranks may be lost in the middle of a collective
 _WAY_OUT = "Call session.broadcast_() on every rank to make all replicas rank 0's"
@@ -148,16 +151,8 @@ class Replica:
             AgreementError: On every rank, if one's set is another.
             GossipError: The ranks did not meet.
         """
-        for left in reversed(range(_TRIES)):
-            if self.set_change() is None:
-                return
-            try:
-                average()
-            except (AgreementError, EvictedError, ReplicaChangedError):
-                raise
-            except GossipError:
-                if left == 0:
-                    raise
+        if self.set_change() is not None:
+            retried(lambda: self.set_change() is None or average())
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of parameters and buffers by name."""
@@ -185,3 +180,15 @@ class Replica:
 
     def _owned_now(self) -> list[int]:
         return [id(p) for o in self.optimizers for p in parameters_of(o)]
+
+
+def retried(attempt: Callable[[], T]) -> T:
+    """Return the result of an attempt of all ranks; some may be lost in the middle of it."""
+    for _ in range(_TRIES - 1):
+        try:
+            return attempt()
+        except (AgreementError, EvictedError, ReplicaChangedError):
+            raise
+        except GossipError:
+            pass
+    return attempt()

@@ -215,17 +215,14 @@ class Rounds:
         self.send(transfers, flows)
         self._spent("snapshot", start, round=round)
 
-    def close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
-        """Wait for the partner's parts as long as a step may, and mix them; also late ones.
-
-        Each bucket is copied into a `following` transfer after it is mixed. Also closes a round
-        that this rank sat out.
-        """
+    def close(self) -> None:
+        """Wait for the partner's parts as long as a step may, and mix them; also late ones."""
         self._align(self.next_round)
-        self._close(following)
+        self._close()
         self.equalize()
 
     def _close(self, following: Mapping[Flow, Transfer] | None = None) -> None:
+        """Close a round; each bucket is copied into a `following` transfer after it is mixed."""
         self._settle(following)
         self.closed_rounds += 1
 

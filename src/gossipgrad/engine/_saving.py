@@ -3,44 +3,15 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad._messages import warn
-from gossipgrad.comm import is_sharded
 
-if TYPE_CHECKING:
-    from gossipgrad.engine._session import Session
-
-__all__ = ["NOTHING", "state_on_one", "warn_of_load", "watch_state_dict", "watch_states"]
-
-
-def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
-    """See `Session.consensus_state_dict`."""
-    of = session.membership
-    known = {*range(session.world_size), *of.living, *of.gone}
-    if dst not in known:
-        raise ValueError(f"dst must be a rank of the session, one of {sorted(known)}, got {dst}")
-
-    def gets_it() -> bool:
-        living, island = session.membership.living, session._island
-        if island is not None and island.is_whole and island.index > 0:
-            return False
-        return session.rank == (dst if dst in living else living[0])
-
-    with session._show_consensus(gets_it):
-        if not gets_it():
-            return None
-        return {
-            name: value.detach().to("cpu", copy=True)
-            if isinstance(value, Tensor) and not is_sharded(value)
-            else deepcopy(value)
-            for name, value in session.replica.model.state_dict().items()
-        }
+__all__ = ["NOTHING", "warn_of_load", "watch_state_dict", "watch_states"]
 
 
 def watch_states(

@@ -1,9 +1,10 @@
 """The base of every family's session, attached to the user's model and optimizers."""
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from copy import deepcopy
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakMethod
 
@@ -13,16 +14,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
+    Channel,
     Group,
     Heartbeats,
+    Hub,
     Membership,
     Recorder,
     Transport,
     agree_on,
+    all_parameters,
     broadcast_replica,
     broadcast_values,
     digest,
     fingerprint,
+    is_sharded,
     load_replica,
     local,
     misfit,
@@ -30,7 +35,6 @@ from gossipgrad.comm import (
 from gossipgrad.engine._arrival import position_of
 from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._check_replica import is_averaged
-from gossipgrad.engine._connection import check_growth, connect
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase, memory_of
@@ -40,22 +44,23 @@ from gossipgrad.engine._island_gradients import IslandGradients
 from gossipgrad.engine._joiner import Joiner
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
-from gossipgrad.engine._rebuild import rebuild_together
 from gossipgrad.engine._repeated_shards import RepeatedShards
-from gossipgrad.engine._replica import Replica
+from gossipgrad.engine._replica import Replica, retried
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import state_on_one, warn_of_load, watch_state_dict, watch_states
+from gossipgrad.engine._saving import warn_of_load, watch_state_dict, watch_states
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._signal_handlers import check_not_in_handler
-from gossipgrad.engine._state import StateKeeper, take_state
+from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
-from gossipgrad.errors import GossipError
+from gossipgrad.engine._tensors import largest_piece_bytes
+from gossipgrad.errors import AgreementError, GossipError
 
 __all__ = ["Session"]
 
 S = TypeVar("S", bound="Session")
 
+_GROWTH = 4  # how much larger a later plan's messages may be; links are created for that
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for parts in flight and for sending
 
 
@@ -294,7 +299,28 @@ class Session:
             ValueError: There never was such a rank.
             GossipError, ReplicaChangedError: As `consensus()`.
         """
-        return state_on_one(self, dst)
+        of = self.membership
+        known = {*range(self.world_size), *of.living, *of.gone}
+        if dst not in known:
+            raise ValueError(
+                f"dst must be a rank of the session, one of {sorted(known)}, got {dst}"
+            )
+
+        def gets_it() -> bool:
+            living, island = self.membership.living, self._island
+            if island is not None and island.is_whole and island.index > 0:
+                return False
+            return self.rank == (dst if dst in living else living[0])
+
+        with self._show_consensus(gets_it):
+            if not gets_it():
+                return None
+            return {
+                name: value.detach().to("cpu", copy=True)
+                if isinstance(value, Tensor) and not is_sharded(value)
+                else deepcopy(value)
+                for name, value in self.replica.model.state_dict().items()
+            }
 
     def average_(self) -> None:
         """Set all living replicas to their exact average, with optimizer state if it is exchanged.
@@ -440,15 +466,34 @@ class Session:
             self._run.drop_hooks()  # parts in flight do not fit any more
             self._rounds.cancel()
         self._check_ready("rebuild")
-        if rebuild_together(
-            change,
-            digest,
-            replica=self.replica,
-            group=self.group,
-            averaging=self._averaging,
-            pending_change=lambda: self._run.pending_change(self.replica.check_loaded),
-            renew=self._renew,
-        ):
+        averaging, is_made, is_renewed = self._averaging, False, False
+
+        def attempt() -> bool:
+            nonlocal is_made, is_renewed
+            pending = None if is_made else self._run.pending_change(self.replica.check_loaded)
+            averaging.enter_collective("rebuild", pending)
+            with averaging.together():
+                if len(set(self.group.all_gather_object(digest))) > 1:
+                    raise AgreementError(
+                        "the ranks pass different changes to rebuild(); nothing was changed. Make "
+                        "them from equal numbers on all ranks, such as means over ranks"
+                    )
+                if not is_made:
+                    averaging.drain()
+                    if change is not None:
+                        change()
+                    is_made = True
+                differs = self.replica.has_other_shapes() or bool(self.replica.set_change())
+                if not averaging.is_any(is_renewed or differs):
+                    return False
+                self._renew()
+                is_renewed = True  # a try that fails at the barrier is no reason to forget it
+                self.group.barrier()  # no rank sends by the new plan until all have it
+            return True
+
+        # A rank may have made the change already, so no living rank may abandon it. Ranks whose
+        # last collective failed continue here as their next one.
+        if retried(attempt):
             self._rebuilt(gradient_map)
         else:
             self._run.begin()
@@ -548,9 +593,14 @@ class Session:
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
-        return take_state(
-            self._run, self._rounds, self._averaging, partial(self._state, copy=copy), drain=drain
-        )
+        keeper, rounds = self._keeper, self._rounds
+        drains = drain or (rounds is not None and rounds.never_waits)
+        next_round = keeper.settle(drains=drains)
+        members, family = self._members.current, self._family_state()
+        state = keeper.state_dict(next_round, members, family, copy=copy)
+        if drains:
+            self._run.begin()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; a collective.
@@ -743,10 +793,6 @@ class Session:
         of = self.rank, self.world_size, self.settings, self.replica
         return StateKeeper(*of, self._rounds, self._averaging, self._run)
 
-    def _state(self, next_round: int, *, copy: bool) -> dict[str, Any]:
-        members, family = self._members.current, self._family_state()
-        return self._keeper.state_dict(next_round, members, family, copy=copy)
-
     def _describe(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return {**self.settings.describe(), "heartbeats": self._heartbeats}
@@ -772,9 +818,23 @@ class Session:
             parts = [part for flow in flows for part in flow.parts]
             wanted = {**self._describe(), "messages": digest([str(part) for part in parts])}
             agree_on(self.group, replica.model, replica.optimizers, wanted)
-        if self._rounds is not None:
-            check_growth(self._rounds, flows)
+        most_bytes = None if self._rounds is None else self._rounds.channel.largest_bytes
+        needed_bytes = max((part.size_bytes for flow in flows for part in flow.parts), default=0)
+        if most_bytes is not None and needed_bytes > most_bytes:
+            raise GossipError(
+                f"a message of {needed_bytes} bytes is needed now, and links foresee {most_bytes}: "
+                "they are made for all parameters of the model and its optimizers when a session "
+                "starts, trained or not. Nothing was changed; close this one and start another"
+            )
         return flows
+
+    def _largest_bytes(self, flows: Sequence[Flow]) -> int:
+        """Return the largest message of these flows, and of all parameters, trained or not."""
+        of = self.settings
+        every = all_parameters(self.replica.model, self.replica.optimizers).values()
+        pieces = largest_piece_bytes(every, of.bucket_bytes, of.wire_dtype)
+        parts = (part.size_bytes for flow in flows for part in flow.parts)
+        return max(*parts, of.bucket_bytes, pieces)
 
     def _connect(
         self,
@@ -783,17 +843,30 @@ class Session:
         joiner: Joiner | None,
     ) -> None:
         """Create the links to the others and, unless this rank is a joiner, equal replicas."""
-        replica, members = self.replica, self._members
-        self._rounds = rounds = connect(
-            replica,
-            self.settings,
-            flows,
-            group=self.group,
-            transport=transport,
+        replica, members, of = self.replica, self._members, self.settings
+        run, generation, living = b"", 0, None
+        if joiner is None:
+            run = bytes.fromhex(self.group.broadcast_object(secrets.token_hex(16)))
+        else:
+            run, now = joiner.run, joiner.membership
+            generation, living = now.generation, now.living
+        if self._island is not None and not self._island.exchanges:
+            living = self.group.members
+            links: Transport = Hub(self.world_size).transport(self.rank)
+        else:
+            links = transport(self.group, _GROWTH * self._largest_bytes(flows))
+        channel = Channel(
+            links,
+            run=run,
+            plan=[part for flow in flows for part in flow.parts],
+            window=of.window,
+            generation=generation,
             liveness=members.liveness,
-            recorder=self._recorder,
-            joiner=joiner,
-            island=self._island,
+            peers=living,
+        )
+        recorder, island = self._recorder, self._island
+        self._rounds = rounds = Rounds(
+            channel, of.schedule, of.mode, recorder=recorder, island=island
         )
         # At interpreter exit a session that was not closed still sends LEAVE.
         self._at_exit = members.close_at_exit(self, rounds)

@@ -1,6 +1,6 @@
 """The state of a session beside the replica: position, counters and residuals."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.errors import GossipError
 
-__all__ = ["StateKeeper", "take_state"]
+__all__ = ["StateKeeper"]
 
 VERSION = 3
 
@@ -37,6 +37,26 @@ class StateKeeper:
         self._rank, self._world_size, self._settings = rank, world_size, settings
         self._replica, self._rounds = replica, rounds
         self._averaging, self._driver = averaging, driver
+
+    def settle(self, *, drains: bool) -> int:
+        """Mix what is in flight, a collective if it `drains`; return the round to continue at."""
+        rounds, driver = self._rounds, self._driver
+        if driver.is_mid_step:
+            raise GossipError(
+                "state_dict() in the middle of a step: not all optimizers have stepped; call it "
+                "when the last one has"
+            )
+        if rounds is None:
+            return 0
+        if drains:
+            self._averaging.enter_collective("drain", driver.pending_change())
+            self._averaging.drain()
+            return rounds.next_round
+        driver.check()
+        is_across = bool(driver.in_phase(Phase.ACROSS))
+        rounds.catch_up(closes=is_across and not driver.is_boundary)
+        is_open = is_across and driver.is_boundary  # the loaded state opens its round once more
+        return rounds.next_round - 1 if is_open else rounds.next_round
 
     def state_dict(
         self, next_round: int, members: Membership, family: Mapping[str, Any], *, copy: bool
@@ -142,35 +162,6 @@ class StateKeeper:
         if generation > 0:
             return "ranks were lost or have joined since the session began: load into a new one"
         return None
-
-
-def take_state(
-    driver: StepDriver,
-    rounds: Rounds | None,
-    averaging: Averaging,
-    state_at: Callable[[int], dict[str, Any]],
-    *,
-    drain: bool,
-) -> dict[str, Any]:
-    """See `Session.state_dict`; `state_at` returns the state for a next round."""
-    if driver.is_mid_step:
-        raise GossipError(
-            "state_dict() in the middle of a step: not all optimizers have stepped; call it "
-            "when the last one has"
-        )
-    if rounds is None:
-        return state_at(0)
-    if drain or rounds.never_waits:
-        averaging.enter_collective("drain", driver.pending_change())
-        averaging.drain()
-        state = state_at(rounds.next_round)
-        driver.begin()
-        return state
-    driver.check()
-    is_across = bool(driver.in_phase(Phase.ACROSS))
-    rounds.catch_up(closes=is_across and not driver.is_boundary)
-    is_open = is_across and driver.is_boundary  # its round is opened once more by the loaded state
-    return state_at(rounds.next_round - 1 if is_open else rounds.next_round)
 
 
 def _residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
