@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
-# For rank 0, which may fetch a data set.
+# For ranks that have arrived, and may fetch a data set.
 _LOADING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 _NAMED_SECONDS = 15.0
@@ -36,12 +36,12 @@ class Start:
     def __init__(self, store: AskedStore, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
 
-    def arrive(self) -> None:
-        """Say that this rank is ready."""
-        self.ask(lambda store: (store.set(f"ready{self._rank}", ""), store.add("ready", 1)))
+    def arrive(self, where: str) -> None:
+        """Say that this rank has come so far: "here", or "ready" with its data."""
+        self.ask(lambda store: (store.set(f"{where}{self._rank}", ""), store.add(where, 1)))
 
-    def await_all(self, seconds: float) -> None:
-        """Wait until all ranks are ready, for `seconds` from the last that is.
+    def await_all(self, where: str, seconds: float = _LOADING_SECONDS) -> None:
+        """Wait until all ranks have come so far, for `seconds` from the last that has.
 
         After some seconds the lowest of those that wait names the ones that are missing.
         """
@@ -49,33 +49,32 @@ class Start:
         name_at = time.monotonic() + min(_NAMED_SECONDS, seconds / 2)
         while True:
             self.check()
-            if (now := self.ask(lambda store: store.add("ready", 0))) >= self._world_size:
+            if (now := self.ask(lambda store: store.add(where, 0))) >= self._world_size:
                 return
             if time.monotonic() > name_at:
                 name_at = math.inf
-                self._name_missing(seconds)
+                self._name_missing(where, seconds)
             if now > count:
                 count, deadline = now, time.monotonic() + seconds
             elif time.monotonic() > deadline:
-                missing = ", ".join(map(str, self._missing()))
+                missing = ", ".join(map(str, self._missing(where)))
                 raise GossipError(
-                    f"rank {self._rank} waited {seconds:g} s for these ranks to be ready: "
-                    f"{missing}. Look there for what went wrong, and start again; --start-seconds "
-                    "waits for longer."
+                    f"rank {self._rank} waited {seconds:g} s for these ranks to be {where}: "
+                    f"{missing}. Look there for what went wrong, and start again."
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _name_missing(self, seconds: float) -> None:
-        missing = self._missing()
+    def _name_missing(self, where: str, seconds: float) -> None:
+        missing = self._missing(where)
         if missing and self._rank == min(set(range(self._world_size)) - {*missing}):
             logger.warning(
-                "waiting for these ranks to be ready: %s (for %g s from the last that is)",
-                *(", ".join(map(str, missing)), seconds),
+                "waiting for these ranks to be %s: %s (for %g s from the last that comes)",
+                *(where, ", ".join(map(str, missing)), seconds),
             )
 
-    def _missing(self) -> list[int]:
+    def _missing(self, where: str) -> list[int]:
         ranks = range(self._world_size)
-        return self.ask(lambda store: [r for r in ranks if not store.check([f"ready{r}"])])
+        return self.ask(lambda store: [r for r in ranks if not store.check([f"{where}{r}"])])
 
     def open(self, content: Any) -> None:
         """Say what is run."""

@@ -93,6 +93,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
             worker.open(config, stack, show_config=show_config)
         elif config is not None:
             try:
+                worker.start.await_all("here", seconds)
                 worker.start.await_opened()
             except StartFailedError as error:
                 if str(error):
@@ -117,6 +118,7 @@ class _Worker:
             store = dist.PrefixStore(f"restart{attempt}", store)
         self._store, self._mailbox = store, dist.PrefixStore(MAILBOX, store)
         self.start = Start(AskedStore(self._mailbox), self._world.rank, self._world.world_size)
+        self.start.arrive("here")
 
     def on_stop(self, stops: Stops) -> None:
         """Take a signal: what it means depends on how far the run is."""
@@ -187,9 +189,10 @@ class _Worker:
 
     def _train(self, config: TrainConfig, run_dir: RunDir, progress: Progress) -> RankResult:
         rank, size, start = self._world.rank, self._world.world_size, self.start
+        start.await_all("here", config.start_seconds)
         job = load_job(config)
-        start.arrive()
-        start.await_all(config.start_seconds)
+        start.arrive("ready")
+        start.await_all("ready")
 
         def emit(event: Event) -> None:
             if event["event"] == "ready":
