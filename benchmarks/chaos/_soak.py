@@ -89,7 +89,8 @@ def _part(
                 optimizer.zero_grad()
                 if step % CONSENSUS_EVERY == 0:
                     with session.consensus():
-                        session.state_dict()
+                        model(x)
+                    session.state_dict()
                 if step == own or (sessions == 1 and step % every == 0):
                     delivered = before + session.stats().outcomes["delivered"]
                     samples.append({"exchanges": delivered, **sizes()})
