@@ -85,6 +85,21 @@ WAYS = {
     "overlap, w = 0.7": Way(w=0.7),
     "overlap, half averaged": Way(slices=2),
     "overlap, eighth averaged": Way(0.25, slices=8),
+    # `gg.GossipAdamW`, and the second moment mixed, too.
+    "sync, second of momentum": Way(2, "sync", momentum=0.5, second="momentum"),
+    "overlap, second of momentum": Way(2, momentum=0.5, second="momentum"),
+    "sync, moments": Way(3, "sync", momentum=0.5, second="mixed"),
+    "sync, c = 0.3, one after the other in bf16": Way(mode="sync", c=0.3, rounds=2, wire=HALF),
+    "sync, c = 0.4, one after the other in bf16": Way(mode="sync", c=0.4, rounds=2, wire=HALF),
+    "sync, c, two, second of own momentum": Way(
+        mode="sync", c=0.2, rounds=2, wire=HALF, second="momentum"
+    ),
+    "sync, c = 0.4, two, second of own momentum": Way(
+        mode="sync", c=0.4, rounds=2, wire=HALF, second="momentum"
+    ),
+    "overlap, second of own momentum": Way(second="momentum"),
+    "overlap, two, second of own momentum": Way(w=2 / 3, partners=2, wire=HALF, second="momentum"),
+    "sync, second of momentum, c": Way(2, "sync", c=0.2, momentum=0.5, second="momentum"),
 }
 
 
@@ -335,7 +350,7 @@ def row(
 
     def result(seed: int) -> dict[str, float]:
         found = run(rate, seed // GROUP * GROUP, GROUP)
-        return {key: found[key][seed % GROUP] for key in ("accuracy", "loss")}
+        return {key: finite(found[key][seed % GROUP]) for key in ("accuracy", "loss")}
 
     reference, (count, most) = reference or result, seeds
     while True:
