@@ -74,6 +74,7 @@ _ROUNDS = "if 16 bits on the wire cost nothing, which was not measured"
 _SGD = "a perceptron on Fashion-MNIST, SGD"
 _SMALL = "a small perceptron on Fashion-MNIST, SGD"
 _ADAM = "a perceptron on Fashion-MNIST, AdamW"
+_SMALL_ADAM = "a small perceptron on Fashion-MNIST, AdamW"
 _GOSSIP_SGD = {8: (0.1, 0.8), 32: (0.4, 0.5), 128: (1.5, 0.7)}
 _GOSSIP_ADAM = {32: (1.7, 0.3)}
 
@@ -97,6 +98,10 @@ _MEASURED: dict[str, dict[str, Evidence]] = {
         "gossip, bf16 wire": Evidence(_ADAM, _GOSSIP_ADAM, _ROUNDS),
         "gossip-sync": Evidence(_ADAM, {32: (1.1, 0.7)}),
         "gossip-sync, momentum": Evidence(_ADAM, {32: (0.6, 0.3)}),
+        "gossip-sync, corrected": Evidence(_SMALL_ADAM, {32: (0.9, 0.2)}),
+        "gossip-sync, corrected, two exchanges in bf16": Evidence(
+            _SMALL_ADAM, {8: (0.0, 0.1), 32: (0.4, 0.1), 128: (1.2, 0.1)}
+        ),
         "gossip-sync, momentum, two exchanges": Evidence(_ADAM, {32: (0.2, 0.2)}),
         "local-steps": Evidence(_ADAM, {8: (1.4, 0.7), 32: (3.9, 1.0)}),
         "sparse": Evidence("a short run of a character GPT, AdamW", {4: (6.7, 2.9)}),
