@@ -70,18 +70,6 @@ def train(model, optimizer, steps=range(4), scheduler=None):
 # -- what goes where ---------------------------------------------------------------------------
 
 
-def test_roles_follow_the_type_of_the_module():
-    found = roles(gg.Muon(Model()))
-    muon = {name for name, role in found.items() if role == "muon"}
-    per_block = ("attention.in_proj_weight", "attention.out_proj.weight", "up.weight")
-    assert muon == {
-        "conv.weight",
-        *(f"blocks.{i}.{name}" for i in range(2) for name in (*per_block, "down.weight")),
-    }
-    assert set(found) == {name for name, _ in Model().named_parameters()}
-    assert "blocks.*.up.weight (32, 8) x 2" in repr(gg.Muon(Model()))
-
-
 def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
     model = Model()
     model.head.weight = model.embed.weight

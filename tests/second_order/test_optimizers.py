@@ -227,6 +227,10 @@ def test_what_goes_where(cls):
         {"refresh": 10},
         {"refresh": gg.Refresh},
         {"root_dtype": torch.float16},
+        {"shampoo_beta": "x"},
+        {"damping": "x"},
+        {"damping": True},
+        {"eps": "x"},
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
@@ -292,31 +296,6 @@ def test_vectors_may_be_trained_before_any_matrix(cls):
 
 
 @each
-@pytest.mark.parametrize("storage", [None, gg.Tiers()])
-def test_parameters_for_whose_state_memory_did_not_suffice_are_trained_later(
-    cls, storage, monkeypatch
-):
-    model = net()
-    optimizer = cls(model, storage=storage)
-    allocated = []
-
-    def scarce(*args, real=torch.eye, **options):
-        allocated.append(real(*args, **options))
-        if len(allocated) == 5:
-            raise MemoryError
-        return allocated[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "eye", scarce)
-        with pytest.raises(MemoryError):
-            train(model, optimizer, range(1))
-    before = [p.detach().clone() for p in model.parameters()]
-    after = train(model, optimizer, range(4))
-    assert not any(map(torch.equal, before, after))
-    assert all(p.isfinite().all() for p in after)
-
-
-@each
 def test_groups_have_their_own_rates_and_weights_decay(cls):
     model = net()
     optimizer = cls([{"params": list(model.named_parameters()), "lr": 0.5}], lr=0.02)
@@ -347,12 +326,11 @@ def test_a_step_that_was_interrupted_can_be_taken_again(cls, monkeypatch):
     assert all(p.isfinite().all() for p in weights)
 
 
-@each
-def test_parameters_that_are_none_are_refused(cls):
+def test_parameters_that_are_none_are_refused():
     parameters = net().parameters()
-    cls(parameters)
+    gg.SOAP(parameters)
     with pytest.raises(ValueError, match="once"):
-        cls(parameters)  # the iterator is at its end
+        gg.SOAP(parameters)  # the iterator is at its end
 
 
 class Words(nn.Module):
@@ -377,15 +355,6 @@ def test_names_tell_embeddings_and_what_cannot_be_told_is_warned_of(name):
         warnings.simplefilter("error")
         make(model)
         make(model.lm_head.named_parameters())
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"shampoo_beta": "x"}, {"damping": "x"}, {"eps": "x"}, {"damping": True}]
-)
-def test_settings_that_are_no_numbers_are_named(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        gg.Shampoo(nn.Linear(4, 3), **wrong)
 
 
 def test_eigenvalues_by_lapack_are_computed_on_the_host():

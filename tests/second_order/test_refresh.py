@@ -196,22 +196,6 @@ def test_a_root_that_fails_leaves_the_old_one_warns_once_and_is_tried_again(
     optimizer.close()
 
 
-def test_a_failure_is_said_once_where_warnings_are_errors(monkeypatch):
-    model = network()
-    optimizer = gg.SOAP(model, refresh=gg.Refresh(2))
-    train(model, optimizer, range(3))
-
-    def failing(factor, old, *, on_host):
-        raise torch.linalg.LinAlgError("no convergence")
-
-    monkeypatch.setattr(optimizer, "find_roots", lambda unit, group: failing)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="no convergence"):
-            train(model, optimizer, range(3, 6))
-        train(model, optimizer, range(6, 12))
-
-
 def test_a_root_that_is_not_ready_is_waited_for_and_used(monkeypatch):
     model, twin = network(), network()
     refresh = gg.Refresh(4, 2)

@@ -118,17 +118,8 @@ def _evidence(optimizer: str, strategy: str) -> Evidence:
     return _MEASURED[optimizer].get(strategy, Evidence("nothing"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
-    """A way to train: the code, its model of time, and how to set the learning rate."""
-
-    settings: str
-    strategy: Strategy
-    rate: str
-
-
-def _candidates(optimizer: str, island: int) -> list[_Candidate]:
-    """The ways that are compared, the simplest first."""
+def _candidates(optimizer: str, island: int) -> list[tuple[str, Strategy, str]]:
+    """The ways that are compared, the simplest first: code, model of time, learning rate."""
     ddp, momentum = "DistributedDataParallel", {"mode": "sync", "state_copies": 1}
     yours = "yours"
     rate = "that of all-reduce, or half of it at 128 ranks: try both"
@@ -198,7 +189,7 @@ def _candidates(optimizer: str, island: int) -> list[_Candidate]:
             (code[:-1] + axes if isinstance(of, Gossip) else code, of, how)
             for code, of, how in ways
         ]
-    return [_Candidate(settings=code, strategy=of, rate=how) for code, of, how in ways]
+    return ways
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,8 +302,8 @@ def advise(
         raise ValueError("world_size is missing: how many ranks there will be, such as 16")
     workers = workers or Workers(jitter=0.1)
     choices = []
-    for candidate in _candidates(kind, island):
-        evidence, strategy = _evidence(kind, candidate.strategy.name), candidate.strategy
+    for code, strategy, rate in _candidates(kind, island):
+        evidence = _evidence(kind, strategy.name)
         found = predict(
             profile,
             network,
@@ -329,11 +320,11 @@ def advise(
             lost, said = None, "skips most rounds on these links, which was not measured"
         choices.append(
             Choice(
-                settings=candidate.settings,
+                settings=code,
                 loss=lost,
                 is_assumed=bool(evidence.assumes),
                 evidence=said,
-                rate=candidate.rate,
+                rate=rate,
                 prediction=found,
             )
         )

@@ -15,7 +15,7 @@ class Exchange:
     """The messages of rounds, for tensors of shape `(rank, ...)`."""
 
     # `open` takes the snapshots and computes each rank's delta, `close` adds it; between the two
-    # the tensors may change, and `delay` more rounds be opened.
+    # the tensors may change, and more rounds be opened.
 
     def __init__(
         self,
@@ -24,16 +24,13 @@ class Exchange:
         *,
         lagged: bool,
         weight: float | None = None,
-        delay: int = 0,
     ) -> None:
-        self.delay = delay
         self._schedule = schedule
         self._wire_dtype = wire_dtype
         self._lagged = lagged
         self._weight = weight
         # By round and the tensor's id: what was received, or the delta.
         self._deltas: dict[tuple[int, int], Tensor] = {}
-        self._memory: dict[tuple[int, int], Tensor] = {}
 
     @property
     def outstanding(self) -> list[int]:
@@ -45,20 +42,9 @@ class Exchange:
         recv_from = torch.from_numpy(self._schedule.round_peers(round).recv_from)
         sender = torch.where(recv_from == _NOBODY, torch.arange(len(recv_from)), recv_from)
         for v in tensors:
-            slot = (round % (self.delay + 1), id(v))
-            memory = self._memory.get(slot)
-            if memory is None or memory.shape != v.shape:
-                memory = self._memory[slot] = torch.empty_like(v)
-            rows = sender.to(v.device)
-            if self._wire_dtype is None:
-                torch.index_select(v, 0, rows, out=memory)
-                snapshot = v
-            else:
-                snapshot = v.to(self._wire_dtype)
-                memory.copy_(snapshot.index_select(0, rows))
-            if not self._lagged:
-                memory.sub_(snapshot)
-            self._deltas[round, id(v)] = memory
+            snapshot = v if self._wire_dtype is None else v.to(self._wire_dtype)
+            received = snapshot.index_select(0, sender.to(v.device)).to(v.dtype)
+            self._deltas[round, id(v)] = received if self._lagged else received.sub_(snapshot)
 
     def close(
         self,

@@ -160,14 +160,7 @@ def check_counts(strategy: Strategy, *names: str, least: int = 1) -> None:
 def by_size(
     size_bytes: Sequence[int], limit_bytes: int, first_limit_bytes: int | None = None
 ) -> list[list[int]]:
-    """Indices of tensors in buckets, in their order; a bucket is full once it holds its limit.
-
-    DistributedDataParallel begins with a small bucket, `first_limit_bytes`.
-
-    Example:
-        >>> by_size([4, 4, 4, 4], 8, first_limit_bytes=1)
-        [[0], [1, 2], [3]]
-    """
+    """Indices of tensors in buckets, in their order; a bucket is full once it holds its limit."""
     buckets: list[list[int]] = []
     filled = limit = 0
     for index, size in enumerate(size_bytes):
@@ -181,12 +174,7 @@ def by_size(
 
 
 def count_messages(size_bytes: Sequence[int], limit_bytes: int) -> int:
-    """How many messages gossip makes of tensors: as `by_size`, but larger tensors are cut.
-
-    Example:
-        >>> count_messages([4, 4, 40], 8)
-        6
-    """
+    """How many messages gossip makes of tensors: as `by_size`, but larger tensors are cut."""
     cut: list[int] = []
     for size in size_bytes:
         whole, rest = divmod(size, limit_bytes)

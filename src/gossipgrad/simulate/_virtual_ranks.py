@@ -161,7 +161,6 @@ class VirtualRanks(Ranks):
                 settings.wire_dtype,
                 lagged=self._lagged,
                 weight=mode.weight if isinstance(mode, Stale) else None,
-                delay=self._delay,
             )
         corrects = gossips and isinstance(mode, Sync) and mode.momentum > 0
         self._corrections = [torch.zeros_like(w) for w in self._weights if corrects]

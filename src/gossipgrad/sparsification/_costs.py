@@ -51,11 +51,19 @@ def measure_methods(
         for size in sizes:
             if size in mine[name]:
                 continue
-            grads = [_random_gradient(size, parameters[0].device, dtype)]
-            made = _make_group(name, grads, settings, group, density)
+            random = torch.Generator(parameters[0].device).manual_seed(size)
+            gradient = torch.randn(size, generator=random, device=random.device).to(dtype)
+            made = MergedGroup(
+                [gradient],
+                name,
+                world_size=group.world_size,
+                value_dtype=settings.value_dtype,
+                momentum=settings.momentum_correction,
+            )
+            made.use_density(density)
             runs = []
             for _ in range(_RUNS):
-                runs.append(_run_once(made, grads, group))
+                runs.append(_run_once(made, gradient, group))
                 yield
             mine[name][size] = tuple(map(min, zip(*runs[1:], strict=True)))
             if name == "sparse" and size == sizes[0] and dense_seconds is not None:
@@ -108,30 +116,11 @@ def _sizes(elements: int) -> list[int]:
     return sizes if len(sizes) > 1 else [2 * elements, elements]
 
 
-def _random_gradient(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(size)
-    return torch.randn(size, generator=generator, device=device).to(dtype)
-
-
-def _make_group(
-    method: str, grads: Sequence[torch.Tensor], settings: Settings, group: Group, density: float
-) -> MergedGroup:
-    made = MergedGroup(
-        grads,
-        method,
-        world_size=group.world_size,
-        value_dtype=settings.value_dtype,
-        momentum=settings.momentum_correction,
-    )
-    made.use_density(density)
-    return made
-
-
-def _run_once(made: MergedGroup, grads: Sequence[torch.Tensor], group: Group) -> Times:
+def _run_once(made: MergedGroup, gradient: torch.Tensor, group: Group) -> Times:
     """Return the seconds of selection, of the collective, and of the sum."""
-    begun = _now(grads[0].device)
-    made.begin(grads)
-    select = _now(grads[0].device) - begun
+    begun = _now(gradient.device)
+    made.begin([gradient])
+    select = _now(gradient.device) - begun
     group.barrier()
     begun = perf_counter()
     made.exchange(group)

@@ -1,6 +1,5 @@
 """Hooks on gradients that report complete groups and the end of backward."""
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ class GradientHooks:
         launch: Callable[[int], None],
         end: Callable[[], None],
         on_abort: Callable[[], None],
-        stamp: Callable[[], Any] = time.perf_counter,
+        stamp: Callable[[], Any],
     ) -> None:
         self._begin, self._launch, self._end, self._on_abort = begin, launch, end, on_abort
         self._stamp = stamp

@@ -16,8 +16,6 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["check_all_fit", "load_session", "session_misfit", "session_state"]
 
-VERSION = 5
-
 
 def session_state(
     settings: Settings,
@@ -28,7 +26,6 @@ def session_state(
 ) -> dict[str, Any]:
     """See `SparseSession.own_state`."""
     session: dict[str, Any] = {
-        "version": VERSION,
         "rank": group.rank,
         "world_size": group.world_size,
         "asked": _asked(settings),
@@ -53,11 +50,9 @@ def session_state(
 def session_misfit(group: Group, trained: Mapping[str, Tensor], session: Any) -> str | None:
     """Return why a session's own state cannot be loaded here; None if it can."""
     try:
-        if session["version"] == VERSION:
-            return _unlike(session, group, trained)
+        return _unlike(session, group, trained)
     except (KeyError, TypeError, IndexError, AttributeError):
-        pass
-    return f"it is no session's state (version {VERSION})"
+        return "it is no session's state"
 
 
 def check_all_fit(group: Group, why: str | None, session: Any) -> None:
