@@ -118,47 +118,6 @@ os.write(1, f"island {session.rank} has finished with {living}\\n".encode())
 session.close()
 """
 
-_ORPHAN = """
-import os, pathlib, sys, threading, time
-from gossipgrad.launch import Rendezvous, ensure_fork_server, launch
-import slow_to_load
-if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
-    ensure_fork_server(["slow_to_load"])
-    with Rendezvous(1) as rendezvous:
-        launch(slow_to_load.body, rendezvous)
-"""
-_SLOW_TO_LOAD = """
-import os, pathlib, sys, time
-FOLDER = pathlib.Path(__file__).parent
-def body():
-    (FOLDER / "forked").touch()
-if not sys.argv[0].endswith("orphan.py"):  # the fork server
-    (FOLDER / "part").write_text(str(os.getpid()))
-    (FOLDER / "part").rename(FOLDER / "loading")
-    while not (FOLDER / "go").exists():
-        time.sleep(0.05)
-"""
-
-
-@pytest.mark.process
-def test_a_fork_server_whose_launcher_was_killed_starts_no_worker(tmp_path: Path):
-    """The launcher has asked for one while the fork server still loads modules."""
-    (tmp_path / "orphan.py").write_text(_ORPHAN)
-    (tmp_path / "slow_to_load.py").write_text(_SLOW_TO_LOAD)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        [sys.executable, "orphan.py", str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-    ) as launcher:
-        until((tmp_path / "loading").exists)
-        server = int((tmp_path / "loading").read_text())
-        launcher.kill()
-    (tmp_path / "go").touch()
-    until(lambda: not is_running(server))
-    assert not (tmp_path / "forked").exists()
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     if (launched := on_several_machines(arguments)) is not None:
         return _launch.main(launched, prefix=False)
     config = parse(arguments)
-    outcome = train.run(config, show_config=not config.quiet)
+    outcome = train.run(config)
     if not config.quiet:
         print_outcome(outcome)
     return outcome.exit_code

@@ -5,24 +5,15 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-
-_LAUNCHER = "GOSSIPGRAD_LAUNCHER"
 
 
 def ensure_fork_server(preload: list[str]) -> None:
     """Start the fork server of this process with some modules loaded, unless it runs already.
 
-    It ends with this process, also by SIGKILL and while it still loads modules; workers that it
-    has started continue.
+    It ends with this process; workers that it has started continue.
     """
-    # It would end with this thread, too.
-    if threading.current_thread() is threading.main_thread():
-        preload = [__name__, *preload]
-        os.environ[_LAUNCHER] = str(os.getpid())
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # Ctrl-C in a terminal, or the SIGTERM of a batch system, reaches all processes, and would end
     # the fork server. The resource tracker unblocks the signals when it starts, so it goes first.
@@ -31,7 +22,6 @@ def ensure_fork_server(preload: list[str]) -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        os.environ.pop(_LAUNCHER, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -82,19 +72,3 @@ def _run(body: Callable[[], object], environ: dict[str, str], errors: Connection
     except KeyboardInterrupt:  # it came before the body could handle it
         code = 128 + signal.SIGINT
     raise SystemExit(code)
-
-
-def _end_with_launcher() -> None:
-    """Have Linux end this process with the launcher, if it is a fork server: it is named then."""
-    launcher = os.environ.pop(_LAUNCHER, None)
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != int(launcher):  # it died before
-        os._exit(1)
-
-
-_end_with_launcher()  # the fork server loads this module first

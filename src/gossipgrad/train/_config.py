@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ._folder import write_whole
-from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._optimizer_options import SECOND_ORDER, SECTIONS
 from ._options import check_at_least, check_fields, check_rule, from_plain, make_plain
 from .strategies import (
@@ -80,12 +79,12 @@ class TrainConfig:
     and evaluations keep full precision. None: all does."""
     lr: float | None = None
     """Learning rate, of one rank; None: 0.1 for sgd, 0.003 for soap and kl-shampoo, else 0.001."""
-    lr_rule: LrRule = "none"
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"
     """What the learning rate is multiplied by: 1 (none, what GossipGraD's authors did in their
     code), the number of ranks (linear), or its square root (sqrt)."""
     warmup_epochs: int = 0
     """Epochs in which the rate rises, step by step, before the schedule begins."""
-    lr_schedule: LrSchedule = "cosine"
+    lr_schedule: Literal["cosine", "constant", "linear", "step"] = "cosine"
     """cosine, linear: the rate falls to 0 over the run, step by step. step: it drops every
     lr_step_epochs. constant: it stays."""
     lr_step_epochs: int | None = None
@@ -280,19 +279,31 @@ class TrainConfig:
         return dataclasses.replace(self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs)
 
     @property
-    def learning_rate(self) -> LearningRate:
-        """The rate as a function of the step; of a resolved configuration."""
+    def peak_lr(self) -> float:
+        """The rate that the schedule starts from; of a resolved configuration.
+
+        Each rank keeps its batch size, so p ranks learn from p times the samples a step.
+        GossipGraD's code leaves the rate as it is (none); linear is that of Goyal et al.,
+        arXiv:1706.02677, section 2.
+        """
         assert self.lr is not None, "resolve the configuration first"
         assert self.nproc is not None
-        return LearningRate(
-            base=self.lr,
-            sharing_ranks=self.nproc if self.traits.communicates else 1,
-            rule=self.lr_rule,
-            schedule=self.lr_schedule,
-            warmup_epochs=self.warmup_epochs,
-            step_epochs=self.lr_step_epochs or 1,
-            gamma=self.lr_gamma,
-        )
+        sharing_ranks = self.nproc if self.traits.communicates else 1
+        return self.lr * sharing_ranks ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule]
+
+    def lr_factor(self, step: int, *, steps_per_epoch: int) -> float:
+        """The share of `peak_lr` in a step, counted from 0."""
+        warmup = self.warmup_epochs * steps_per_epoch
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.lr_schedule == "constant":
+            return 1.0
+        if self.lr_schedule == "step":
+            return self.lr_gamma ** (step // steps_per_epoch // self._step_epochs)
+        # In mode stale the last rounds of a run may lie beyond it.
+        steps = self.total_steps(steps_per_epoch)
+        done = min(1.0, (step - warmup) / (steps - warmup)) if steps > warmup else 1.0
+        return 1 - done if self.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     def _unused(self) -> list[tuple[str, str, str]]:
         """Options that others leave without use: the section, the name, and why."""

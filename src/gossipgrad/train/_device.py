@@ -55,13 +55,7 @@ def find_backend(
 
 
 def ranks_of_nodes(world_size: int, *, environ: Mapping[str, str] = os.environ) -> set[int]:
-    """How many ranks the machines have: one number if all have as many, or only this is known.
-
-    Example:
-        >>> slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "11"}
-        >>> sorted(ranks_of_nodes(11, environ=slurm | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}))
-        [3, 4]
-    """
+    """How many ranks the machines have: one number if all have as many, or only this is known."""
     world = find_world(environ)
     sizes = str(world_size)
     if world is not None:
@@ -72,11 +66,7 @@ def ranks_of_nodes(world_size: int, *, environ: Mapping[str, str] = os.environ) 
 def with_island(
     config: TrainConfig, world_size: int, *, environ: Mapping[str, str] = os.environ
 ) -> TrainConfig:
-    """The same run with the number of ranks of an island, which may be those of a machine.
-
-    Raises:
-        ValueError: So many ranks are not in islands of that size.
-    """
+    """The same run with the number of ranks of an island, which may be those of a machine."""
     size = config.island
     if size == "node":
         size, *others = sorted(ranks_of_nodes(world_size, environ=environ))

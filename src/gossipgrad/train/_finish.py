@@ -66,11 +66,10 @@ class Ends:
 def finish(config: TrainConfig, handed: Ends, rank: int, own: End) -> Outcome | None:
     """Put the run together if this is the lowest rank that lives; None once another has.
 
-    Called with what this rank has handed in. A rank lives for as long as it holds its lock, which
-    the system frees when its process ends: those that live are awaited, also over their own
-    evaluation. Where there is no lock to look at, `lost_after_seconds` are all it gets. If the one
-    that puts the run together dies over it, the next one begins again.
+    If the one that does so dies over it, the next one begins again.
     """
+    # A rank lives for as long as it holds its lock, which the system frees when its process ends.
+    # Where there is no lock to look at, `lost_after_seconds` are all it gets.
     assert config.nproc is not None, "resolve the configuration first"
     ranks, begun_seconds = {*range(config.nproc), rank}, time.monotonic()
     run_dir = handed.run_dir

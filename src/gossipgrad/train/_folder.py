@@ -8,7 +8,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from gossipgrad import checkpoint
@@ -177,13 +177,7 @@ class RunDir:
         self.resumes.touch()
 
 
-def claim(
-    out: Path | None,
-    *,
-    name: str,
-    overwrite: bool,
-    hold: Callable[[RunDir], None] = lambda run_dir: None,
-) -> RunDir:
+def claim(out: Path | None, stack: ExitStack, *, name: str, overwrite: bool) -> RunDir:
     """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None."""
     try:
         number = 1
@@ -202,7 +196,7 @@ def claim(
                 f"{out} holds a run already; {resumes}name another folder with --out, or "
                 "replace it with --overwrite."
             )
-        hold(folder)
+        stack.enter_context(hold_lock(folder, first=True))
         if folder.is_run:
             folder.clear()
         folder.partial.mkdir(exist_ok=True)

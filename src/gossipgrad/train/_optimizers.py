@@ -18,10 +18,7 @@ def make_optimizers(config: TrainConfig, model: nn.Module, job: Job) -> list[Opt
     """The optimizers that together train all parameters of `model`; the job may have its own."""
     if (made := job.make_optimizers()) is not None:
         return made
-    usual: dict[str, Any] = {
-        "lr": config.learning_rate.peak,
-        "weight_decay": config.weight_decay,
-    }
+    usual: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return [SGD(model.parameters(), momentum=config.momentum, **usual)]
     if config.optimizer == "adamw":
@@ -61,10 +58,7 @@ class Rates:
     ) -> None:
         self._optimizers = optimizers
         self._peaks = [[group["lr"] for group in one.param_groups] for one in optimizers]
-        lengths = {"epochs": config.epochs, "max_steps": config.max_steps}
-        self._factor = partial(
-            config.learning_rate.factor, steps_per_epoch=steps_per_epoch, **lengths
-        )
+        self._factor = partial(config.lr_factor, steps_per_epoch=steps_per_epoch)
         self.set(0)
 
     def set(self, step: int) -> None:

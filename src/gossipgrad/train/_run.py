@@ -15,7 +15,7 @@ from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_se
 from ._check import check
 from ._config import TrainConfig
 from ._finish import End, Ends
-from ._folder import RunDir, hold_lock, is_held, where_weights_are
+from ._folder import RunDir, is_held, where_weights_are
 from ._result import Outcome, RunFailedError, exit_code_of
 from ._start import MAILBOX, Start
 from ._worker import open_folder, run_in_world, worker_main
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
+def run(config: TrainConfig) -> Outcome:
     """Train as `config` says and leave the run in its folder.
 
     Starts the workers on this machine and waits for them, or, inside a world that torchrun or
@@ -43,7 +43,6 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
 
     Args:
         config: The options.
-        show_config: Print `config.json` before the start.
 
     Returns:
         How it ended, and where the files are.
@@ -55,15 +54,11 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     """
     config.warn_of_unused()
     if (world := find_world(os.environ, nproc=config.nproc)) is not None:
-        return run_in_world(config, world, show_config=show_config)
+        return run_in_world(config, world)
     nproc = config.nproc or DEFAULT_NPROC
     check(config, nproc, is_launcher=True)
     with ExitStack() as held:
-
-        def hold(run_dir: RunDir) -> None:
-            held.enter_context(hold_lock(run_dir, first=True))
-
-        config, run_dir = open_folder(config, nproc, hold=hold, show_config=show_config)
+        config, run_dir = open_folder(config, nproc, held)
         try:
             return _Launcher(config, run_dir, nproc).run()
         except ValueError as error:  # no mistake in the options: it keeps its traceback
@@ -76,7 +71,6 @@ class _Launcher:
     def __init__(self, config: TrainConfig, run_dir: RunDir, nproc: int) -> None:
         self._config, self._run_dir, self._nproc = config, run_dir, nproc
         self._is_doomed = False
-        self._killed: set[int] = set()
         self._end_seconds: float | None = None
 
     def run(self) -> Outcome:
@@ -119,7 +113,6 @@ class _Launcher:
         now = time.monotonic()
         self._end_seconds = self._end_seconds or now + _END_SECONDS
         for worker in workers if now > self._end_seconds else ():
-            self._killed.add(worker.rank)
             worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
@@ -135,11 +128,7 @@ class _Launcher:
         """What a worker has handed in, else what its process ended with."""
         content = self._ends.read(end.rank)
         if content is None:
-            # A rank that another one's failure ends at the start hands in nothing.
-            gave_up = end.code > 0 and not self._start.has_begun()
-            is_consequence = gave_up or end.rank in self._killed
-            why = {"cause": end.cause, "is_consequence": is_consequence}
-            content = self._ends.hand_in(end.rank, why)
+            content = self._ends.hand_in(end.rank, {"cause": end.cause})
         return content
 
     def _await_joined(self) -> None:

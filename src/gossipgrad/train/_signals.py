@@ -50,11 +50,9 @@ def blocking_stops() -> Iterator[None]:
 
 @contextmanager
 def ending_workers() -> Iterator[None]:
-    """End the workers of loaders that are started inside, at the latest when it is left.
-
-    A loader with `persistent_workers` keeps them until it is collected. This process may end
-    without the functions of `atexit`, and they take no SIGTERM.
-    """
+    """End the workers of loaders that are started inside, at the latest when it is left."""
+    # Persistent ones live until the loader is collected. This process may end without the functions
+    # of `atexit`, and they take no SIGTERM.
     before = multiprocessing.active_children()
     try:
         yield

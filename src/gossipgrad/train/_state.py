@@ -4,6 +4,7 @@ import dataclasses
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gossipgrad.engine import narrow
 from gossipgrad.errors import EvictedError, GossipError
 
 from ._config import TrainConfig
-from ._folder import RunDir
+from ._folder import RunDir, hold_lock
 from ._metrics import Event
 from .strategies import STRATEGIES, RunningStrategy
 
@@ -82,9 +83,7 @@ def config_of_run(folder: Path) -> TrainConfig:
     return dataclasses.replace(saved, resume=folder, out=folder)
 
 
-def reopen(
-    config: TrainConfig, *, hold: Callable[[RunDir], None] = lambda run_dir: None
-) -> tuple[TrainConfig, RunDir]:
+def reopen(config: TrainConfig, stack: ExitStack) -> tuple[TrainConfig, RunDir]:
     """The folder of the run that `config` resumes, and the options with the step filled in."""
     assert config.resume is not None
     run_dir = RunDir(config.resume)
@@ -94,7 +93,7 @@ def reopen(
             "--out out, or copy the folder and resume the copy."
         )
     saved = TrainConfig.from_file(run_dir.config, same_run=True)
-    hold(run_dir)
+    stack.enter_context(hold_lock(run_dir, first=True))
     config = dataclasses.replace(config, run_name=config.run_name or saved.run_name)
     _check_alike(config, saved, run_dir.path)
     try:

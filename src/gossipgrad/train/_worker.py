@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -74,7 +73,7 @@ def worker_main() -> int:
     os._exit(code)
 
 
-def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool = False) -> Outcome:
+def run_in_world(config: TrainConfig | None, world: World) -> Outcome:
     """Take part in a run as one rank; rank 0 checks it first, and makes its folder."""
     if config is not None and config.nproc not in (None, world.world_size):
         raise ValueError(
@@ -90,7 +89,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
         seconds = (config or TrainConfig()).start_seconds
         worker.connect(open_store(world.rank, world.world_size, seconds))
         if config is not None and world.rank == 0:
-            worker.open(config, stack, show_config=show_config)
+            worker.open(config, stack)
         elif config is not None:
             try:
                 worker.start.await_all("here", seconds)
@@ -131,17 +130,12 @@ class _Worker:
         self._say("stopping at the next step; once more to stop at once")
         self._stop.set()
 
-    def open(self, config: TrainConfig, stack: contextlib.ExitStack, *, show_config: bool) -> None:
+    def open(self, config: TrainConfig, stack: contextlib.ExitStack) -> None:
         """Check the run, make its folder, and tell the other ranks."""
         size = self._world.world_size
         try:
             check(config, size)
-            config, self._run_dir = open_folder(
-                config,
-                size,
-                hold=lambda run_dir: stack.enter_context(hold_lock(run_dir, first=True)),
-                show_config=show_config,
-            )
+            config, self._run_dir = open_folder(config, size, stack)
         except BaseException:
             self.start.fail("")
             raise
@@ -251,24 +245,20 @@ class _Worker:
 
 
 def open_folder(
-    config: TrainConfig,
-    world_size: int,
-    *,
-    hold: Callable[[RunDir], None],
-    show_config: bool = False,
+    config: TrainConfig, world_size: int, stack: contextlib.ExitStack
 ) -> tuple[TrainConfig, RunDir]:
-    """The folder of a run that begins or is resumed, and its options without defaults."""
+    """The folder of a run that begins or is resumed, locked, and its options without defaults."""
     if config.resume is None:
         task = config.job or f"{config.data}-{config.model}"
         name = "".join(one if one.isalnum() else "-" for one in f"{task}-{config.strategy}")
-        run_dir = claim(config.out, name=name, overwrite=config.overwrite, hold=hold)
+        run_dir = claim(config.out, stack, name=name, overwrite=config.overwrite)
         config = dataclasses.replace(config, run_name=config.run_name or secrets.token_hex(8))
     else:
-        config, run_dir = reopen(config, hold=hold)
+        config, run_dir = reopen(config, stack)
     config = with_island(config, world_size)
     config = config.resolved(nproc=world_size, out=run_dir.path.absolute())
     if config.resume is None:  # else when all ranks have loaded what they continue from
         config.write(run_dir.config)
-    if show_config:
-        print(config.text(), flush=True)
+    if not config.quiet:
+        print(f"run {run_dir.path}", flush=True)
     return config, run_dir

@@ -101,10 +101,7 @@ class Replica:
 
 
 class Strategy(ABC):
-    """A way to keep replicas together: what the command has to know of it.
-
-    A subclass and a line in `_registry.py` are all that a new one takes.
-    """
+    """What the command knows of a way to keep replicas together; listed in `_registry.py`."""
 
     name: str
     help: str  # what it does, in a sentence without its end
@@ -196,10 +193,9 @@ class RunningStrategy(ABC):
 
     @abstractmethod
     def evaluate(self, test: TestPart, *, epoch: float, final: bool) -> Evaluation | None:
-        """Evaluate the model that stands for all ranks; a collective but for `local`.
+        """Evaluate the model that stands for all ranks, after `epoch` epochs; mostly a collective.
 
         None on a rank that joined the others as they were at it already: it has no part in it.
-        `epoch` epochs are over then; of a run that stops, the whole of the one it is in.
         """
 
     @abstractmethod
