@@ -127,6 +127,7 @@ class Muon(MatrixOptimizer):
     """
 
     role = "muon"
+    squares_matrices = False
     with_stacks = True
     process_group: dist.ProcessGroup | None = None  # a copy has none: it polarises everything
     track: ClassVar[Track | None] = None

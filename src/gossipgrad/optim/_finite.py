@@ -1,6 +1,7 @@
 """Gradients that are not finite are left out: one would spoil weights and moments for ever."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +13,34 @@ from gossipgrad.comm import is_sharded, local, widened
 __all__ = ["are_finite", "finite_flags", "parameters_to_update", "warn_of_nonfinite"]
 
 
-def are_finite(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def are_finite(
+    parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()
+) -> list[bool]:
     """Return for each parameter with a gradient whether the sum of its squares is finite.
 
-    A collective over the meshes of sharded parameters, so that all their ranks decide alike.
+    Of those whose ids are in `unsquared`, whether all elements are. A collective over the meshes of
+    sharded parameters, so that all their ranks decide alike.
     """
-    return finite_flags(parameters).tolist() if parameters else []
+    return finite_flags(parameters, unsquared=unsquared).tolist() if parameters else []
 
 
 @torch.no_grad()
-def finite_flags(parameters: Sequence[nn.Parameter]) -> Tensor:
+def finite_flags(parameters: Sequence[nn.Parameter], *, unsquared: Collection[int] = ()) -> Tensor:
     """Return the same as a tensor on the device of the first, without waiting for it."""
-    alike: dict[torch.dtype, list[int]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     norms: list[Tensor] = [torch.empty(0)] * len(parameters)
     for index, parameter in enumerate(parameters):
-        alike.setdefault(parameter.dtype, []).append(index)
-    for dtype, indices in alike.items():
+        is_largest = id(parameter) in unsquared and local(parameter).numel() > 0
+        alike.setdefault((parameter.dtype, is_largest), []).append(index)
+    for (dtype, is_largest), indices in alike.items():
         gradients = [local(grad) for i in indices if (grad := parameters[i].grad) is not None]
-        found = torch._foreach_norm(gradients, 2, widened(dtype))
-        for index, square in zip(indices, torch._foreach_mul(found, found), strict=True):
-            norms[index] = square
+        if is_largest and gradients[0].device.type == "cpu":  # where that norm is slow
+            found = [torch.stack(torch.aminmax(each)).abs().amax() for each in gradients]
+        else:
+            found = torch._foreach_norm(gradients, math.inf if is_largest else 2, widened(dtype))
+        sizes = found if is_largest else torch._foreach_mul(found, found)
+        for index, size in zip(indices, sizes, strict=True):
+            norms[index] = size
     device = norms[0].device
     finite = torch.stack([norm.to(device) for norm in norms]).isfinite()
     if any(map(is_sharded, parameters)):
@@ -39,7 +48,9 @@ def finite_flags(parameters: Sequence[nn.Parameter]) -> Tensor:
     return finite
 
 
-def parameters_to_update(optimizer: Any) -> list[list[nn.Parameter]]:
+def parameters_to_update(
+    optimizer: Any, *, unsquared: Collection[int] = ()
+) -> list[list[nn.Parameter]]:
     """Return for each group the parameters whose gradients are finite; see `are_finite`.
 
     It counts the steps that leave out others in `optimizer.nonfinite_steps`, and warns in the
@@ -47,7 +58,7 @@ def parameters_to_update(optimizer: Any) -> list[list[nn.Parameter]]:
     """
     held = [[p for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
     parameters = [p for ps in held for p in ps]
-    finite = are_finite(parameters)
+    finite = are_finite(parameters, unsquared=unsquared)
     if all(finite):
         return held
     if not optimizer.nonfinite_steps:

@@ -57,6 +57,8 @@ class MatrixOptimizer(Optimizer):
     role: ClassVar[str]
     nonfinite_steps: int = 0
     with_head: bool = False
+    squares_matrices: ClassVar[bool] = True
+    """Whether it squares the gradients of matrices, so that huge ones overflow."""
     with_stacks: ClassVar[bool] = False
     """Whether 3-D parameters are stacks of matrices."""
     can_resize: ClassVar[bool] = True
@@ -208,7 +210,11 @@ class MatrixOptimizer(Optimizer):
             RuntimeError: A gradient is sparse.
         """
         self.check_layouts()
-        return parameters_to_update(self)
+        unsquared = set()
+        if not self.squares_matrices:
+            matrices = [group for group in self.param_groups if group["role"] != ADAMW]
+            unsquared = {id(p) for group in matrices for p in group["params"]}
+        return parameters_to_update(self, unsquared=unsquared)
 
     def check_layouts(self) -> None:
         """Raise `RuntimeError` for a sparse gradient."""

@@ -214,8 +214,6 @@ class SecondOrder(MatrixOptimizer):
             self._step_unit(unit, self.param_groups[unit.group], updated, finite)
             if self._host_roots is not None:
                 self._host_roots.forget(unit)
-        if self._host_roots is not None and mine:
-            self._host_roots.fetch(mine[0])  # while the next step computes gradients
         if self.sharding is not None:
             self.sharding.broadcast(self._units)
         for unit in self._units:
@@ -405,6 +403,8 @@ class SecondOrder(MatrixOptimizer):
         # Last: where memory does not suffice, a later step begins with these parameters again.
         self._units += units
         self._cohorts |= dict.fromkeys(new, cohort)
+        if self._host_roots is not None:
+            self._host_roots.watch([unit for unit in self._units if self._is_mine(unit)][:1])
         return units
 
     def _allocate(self, unit: Unit) -> None:

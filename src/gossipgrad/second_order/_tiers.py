@@ -1,5 +1,6 @@
 """Roots in pinned host memory, fetched ahead of their use."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,8 +19,8 @@ class Tiers:
     """Where roots or bases are between steps.
 
     Each step reads them, and one in `every` writes them. In host memory they take none of a device,
-    and each step copies them there: the first unit at the end of the step before, each other one
-    during the update of the unit before it. Factors and moments change in every step, and stay.
+    and each step copies them there: the first unit during the backward pass, each other one during
+    the update of the unit before it. Factors and moments change in every step, and stay.
 
     A step then copies 8 bytes a parameter (4 with `root_dtype=torch.bfloat16`) over the bus, so it
     pays where steps take seconds. On CPUs it only costs copies.
@@ -45,6 +46,7 @@ class HostRoots:
         self._kept: dict[int, list[Tensor]] = {}
         self._there: dict[int, tuple[list[Tensor], Any]] = {}
         self._sides: dict[torch.device, SideStream] = {}
+        self._hooks: list[Any] = []
 
     def hold(self, unit: Unit, names: Sequence[str]) -> dict[str, Tensor]:
         """Keep these tensors of a unit; return them in host memory, where they may be written."""
@@ -72,3 +74,19 @@ class HostRoots:
     def forget(self, unit: Unit) -> None:
         """Free the copies on the device."""
         self._there.pop(unit.index, None)
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Fetch these units when the backward pass has a gradient of theirs."""
+        for hook in self._hooks:
+            hook.remove()
+        reference = weakref.ref(self)
+
+        def fetch(unit: Unit) -> None:
+            if (roots := reference()) is not None:
+                roots.fetch(unit)
+
+        self._hooks = [
+            block.parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: fetch(unit))
+            for unit in units
+            for block in unit.blocks
+        ]
