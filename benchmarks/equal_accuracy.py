@@ -192,7 +192,6 @@ def train(task: Task, ranks: int, way: dict[str, Any], rate: float, seed: int) -
         ranks,
         optimizer=optimizer_of(way, task, rate),
         loss=loss,
-        batching="loop" if task.data == "shakespeare" else "auto",
         **({"strategy": "local"} if "mix" in way else {}),
         **options,
     )

@@ -84,7 +84,6 @@ def suda(backbone: str, topology: Any = "ring") -> Make:
             ranks,
             backbone=backbone,
             topology=np.full((ranks, ranks), 1 / ranks) if topology == "all" else topology,
-            batching="vmap",
             lr=lr,
             momentum=0.9,
             nesterov=False,
@@ -104,7 +103,6 @@ def gossip(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> M
             ranks,
             optimizer=lambda parameters: optimizer(parameters, lr=lr, **options),
             topology="ring",
-            batching="vmap",
         )
 
     return make
@@ -178,7 +176,7 @@ def stepper(name: str, model: nn.Module, ranks: int, lr: float) -> tuple[Any, Ca
             optimizer.step()
 
         return optimizer, step, lambda: model
-    options = {"scale": "match_rms_adamw", "polar": "muon", "batching": "loop", "loss": loss}
+    options = {"scale": "match_rms_adamw", "polar": "muon", "loss": loss}
     virtual = SudaRanks(model, ranks, lr=lr, **options)
 
     def steps(x: Tensor, y: Tensor) -> None:

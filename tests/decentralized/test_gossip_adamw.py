@@ -53,9 +53,7 @@ class Gradient(nn.Module):
 def travelled(ranks, **settings):
     """How far gradients of mean 0.3 and deviation 8 move the consensus in 60 steps."""
     torch.manual_seed(0)
-    replicas = VirtualRanks(
-        Gradient(), ranks, loss=lambda outputs, _: outputs.sum(), batching="loop", **settings
-    )
+    replicas = VirtualRanks(Gradient(), ranks, loss=lambda outputs, _: outputs.sum(), **settings)
     for _ in range(60):
         replicas.step(0.3 + 8 * torch.randn(ranks, 1, 200), torch.zeros(ranks, 1))
     return -replicas.consensus_model().weight.mean().item()

@@ -48,10 +48,9 @@ def assert_same(ranks, theirs):
                 assert same, f"rank {rank}, {key}: {name}"
 
 
-@pytest.mark.parametrize("batching", ["vmap", "loop"])
 @pytest.mark.parametrize("name", ["mlp", "lenet", "res"])
-def test_every_model(name, batching):
-    ranks = simulate(name, batching=batching, seed=5)
+def test_every_model(name):
+    ranks = simulate(name, seed=5)
     assert ranks.consensus_distance() > 1e-3
     assert_same(ranks, distributed(name, model_of(name), P, STEPS, seed=5))
 
@@ -132,11 +131,10 @@ def test_local_steps_and_averages(settings, session):
     assert_same(simulate("res", **settings), theirs)
 
 
-@pytest.mark.parametrize("batching", ["vmap", "loop"])
 @pytest.mark.parametrize("name", ["mlp", "res"])
-def test_all_reduce(name, batching):
+def test_all_reduce(name):
     theirs = distributed(name, model_of(name), P, STEPS, allreduce=True, **APART)
-    ranks = simulate(name, strategy="allreduce", batching=batching)
+    ranks = simulate(name, strategy="allreduce")
     assert ranks.consensus_distance() == 0
     assert_same(ranks, theirs)
 

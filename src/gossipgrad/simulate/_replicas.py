@@ -2,31 +2,24 @@
 
 import copy
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
 
 from gossipgrad.comm import statistics
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batching = Literal["vmap", "loop"]
 Batches = Shaped[Tensor, "rank batch ..."]
 Losses = Float[Tensor, " rank"]
-
-# Weights of the replicas that one vmap takes on a CPU: what they need at a time fits its cache.
-_CHUNK_BYTES = 16 << 20
 
 
 class Replicas:
     """The weights and buffers of p replicas, and their gradients on p batches."""
 
-    def __init__(self, model: nn.Module, world_size: int, *, loss: Loss, batching: str) -> None:
+    def __init__(self, model: nn.Module, world_size: int, *, loss: Loss) -> None:
         _check_model(model)
         self.world_size = world_size
-        self.batching = _resolve_batching(batching, model)
         self._loss = loss
         self._model = copy.deepcopy(model)
         self.parameters = {
@@ -35,18 +28,23 @@ class Replicas:
             if value.requires_grad
         }
         self.buffers = {name: _stacked(value, world_size) for name, value in model.named_buffers()}
-        self._chunk = self._ranks_at_once()
-        self._modules: list[nn.Module] = []
-        if self.batching == "loop":
-            self._modules = [self._module_of(rank) for rank in range(world_size)]
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
+        self._modules = [self._module_of(rank) for rank in range(world_size)]
 
     def backward(self, x: Batches, y: Batches) -> Losses:
         """Sets `.grad` of all parameters; the losses, one a rank."""
-        if self.batching == "loop":
-            return self._backward_one_by_one(x, y)
-        return self._backward_in_chunks(x, y)
+        stacks, losses = self.parameters.values(), []
+        for stacked in stacks:
+            if stacked.grad is None:
+                stacked.grad = torch.empty_like(stacked)
+        for rank, module in enumerate(self._modules):
+            loss = self._loss(module(x[rank]), y[rank])
+            weights = [p for p in module.parameters() if p.requires_grad]
+            gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+            for stacked, gradient in zip(stacks, gradients, strict=True):
+                assert stacked.grad is not None
+                stacked.grad[rank] = gradient
+            losses.append(loss.detach())
+        return torch.stack(losses)
 
     def statistics(self) -> list[Tensor]:
         """Running statistics, stacked."""
@@ -74,54 +72,8 @@ class Replicas:
         square = torch.zeros((), dtype=torch.float64)
         for stacked in self.parameters.values():
             mean = mean_of(stacked.detach())
-            for rows in stacked.detach().split(self._chunk):
-                square += (rows - mean).square_().sum(dtype=torch.float64).cpu()
+            square += (stacked.detach() - mean).square_().sum(dtype=torch.float64).cpu()
         return (float(square) / self.world_size) ** 0.5
-
-    def _ranks_at_once(self) -> int:
-        if any(value.is_cuda for value in self.parameters.values()):
-            return self.world_size
-        row_bytes = sum(value.nbytes for value in self.parameters.values()) // self.world_size
-        return max(1, min(self.world_size, _CHUNK_BYTES // row_bytes))
-
-    def _one(
-        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor
-    ) -> Tensor:
-        return self._loss(functional_call(self._model, (parameters, buffers), (x,)), y)
-
-    def _backward_in_chunks(self, x: Batches, y: Batches) -> Losses:
-        gradients_and_losses = vmap(grad_and_value(self._one), randomness="different")
-        losses = []
-        for start in range(0, self.world_size, self._chunk):
-            rows = slice(start, start + self._chunk)
-            gradients, some = gradients_and_losses(
-                {name: value.detach()[rows] for name, value in self.parameters.items()},
-                {name: value[rows] for name, value in self.buffers.items()},
-                x[rows],
-                y[rows],
-            )
-            for name, gradient in gradients.items():
-                self._gradient(name)[rows].copy_(gradient)
-            losses.append(some.detach())
-        return torch.cat(losses)
-
-    def _backward_one_by_one(self, x: Batches, y: Batches) -> Losses:
-        losses, gradients = [], []
-        for rank, module in enumerate(self._modules):
-            loss = self._loss(module(x[rank]), y[rank])
-            weights = [p for p in module.parameters() if p.requires_grad]
-            gradients.append(torch.autograd.grad(loss, weights))
-            losses.append(loss.detach())
-        for name, of_ranks in zip(self.parameters, zip(*gradients, strict=True), strict=True):
-            torch.stack(of_ranks, out=self._gradient(name))
-        return torch.stack(losses)
-
-    def _gradient(self, name: str) -> Tensor:
-        """Where the gradients of all replicas go: made again if the user set it to None."""
-        parameter = self.parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
 
     def _module_of(self, rank: int) -> nn.Module:
         """A copy of the model that lives in row `rank`; tied parameters stay tied in it."""
@@ -153,16 +105,6 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name} is {parameter.dtype}, but virtual ranks keep weights in "
                 "float32 or float64: use model.float(); wire_dtype narrows what travels"
             )
-
-
-def _resolve_batching(batching: str, model: nn.Module) -> Batching:
-    if batching == "vmap" or batching == "loop":
-        return batching
-    if batching != "auto":
-        raise ValueError(f"batching must be 'auto', 'vmap' or 'loop', got {batching!r}")
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
-    return "loop" if on_cpu and convolves else "vmap"
 
 
 class Ranks:

@@ -29,9 +29,6 @@ class SudaRanks(Ranks):
         lazy: As of `gossipgrad.suda`.
         loss: Takes the outputs and targets of one rank, returns a scalar.
         seed: Of the rotation of partners.
-        batching: As of `VirtualRanks`.
-        muon: Patterns of names; see `gossipgrad.Muon`.
-        adamw: Patterns of names; see `gossipgrad.Muon`.
         **options: Of `gossipgrad.Muon`: `lr`, `momentum`, `scale` and the rest.
 
     Attributes:
@@ -64,21 +61,18 @@ class SudaRanks(Ranks):
         lazy: bool = False,
         loss: Loss = F.cross_entropy,
         seed: int = 0,
-        batching: str = "auto",
-        muon: Sequence[str] = (),
-        adamw: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self._graph = resolve_settings(
             world_size, backbone=backbone, topology=topology, lazy=lazy, seed=seed
         ).graph
-        super().__init__(Replicas(model, world_size, loss=loss, batching=batching))
+        super().__init__(Replicas(model, world_size, loss=loss))
         self._stacked = list(self._replicas.parameters.values())
         self._rows = {
             name: [nn.Parameter(row) for row in stacked.detach()]
             for name, stacked in self._replicas.parameters.items()
         }
-        chosen = Muon(model, muon=muon, adamw=adamw, **options)
+        chosen = Muon(model, **options)
         groups = []
         for group in chosen.param_groups:
             names = [name for name in group["param_names"] if name in self._rows]
@@ -87,7 +81,8 @@ class SudaRanks(Ranks):
                 layout_of = dict(zip(group["param_names"], group["layouts"], strict=True))
                 found["layouts"] = [layout_of[name] for name in names for _ in self._rows[name]]
             groups += [{**found, "role": group["role"]}] if names else []
-        options.pop("split", None)
+        for of_names in ("muon", "adamw", "split"):
+            options.pop(of_names, None)
         self.optimizer = Muon(groups, **options)
         self.optimizer.track = self._track  # type: ignore[misc]
         self._trackers = [torch.zeros_like(each, dtype=torch.float64) for each in self._stacked]

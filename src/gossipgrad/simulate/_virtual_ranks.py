@@ -50,9 +50,9 @@ class VirtualRanks(Ranks):
     """Trains p replicas as p workers would, in this process: same schedules, same mixing.
 
     Replicas are stacked: every parameter is one tensor of shape `(p, ...)` whose row r is rank
-    r's, and a step is a few batched operations. Each rank computes what it would compute in the
-    distributed run, to rounding; nothing is communicated. All ranks step together, and no exchange
-    is late, but in mode stale each by `delay` rounds.
+    r's. Gradients are computed rank after rank, update and exchange are batched. Each rank computes
+    what it would compute in the distributed run, to rounding; nothing is communicated. All ranks
+    step together, and no exchange is late, but in mode stale each by `delay` rounds.
 
     BatchNorm's statistics are each rank's own, and every average takes them along, as the
     distributed run does.
@@ -79,9 +79,6 @@ class VirtualRanks(Ranks):
         seed: Of the rotation of partners, when `topology` is a name.
         delay: Of mode stale: rounds by which every exchange is late; at most, and for None,
             `max_staleness`, from which the weight follows.
-        batching: `"vmap"` runs replicas as one batched operation, `"loop"` one after another;
-            `"auto"` loops on a CPU where the model has convolutions, since grouped convolutions
-            are slow there.
 
     Attributes:
         world_size: How many ranks, p.
@@ -126,7 +123,6 @@ class VirtualRanks(Ranks):
         loss: Loss = F.cross_entropy,
         seed: int = 0,
         delay: int | None = None,
-        batching: str = "auto",
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, but there is at least one rank")
@@ -150,7 +146,7 @@ class VirtualRanks(Ranks):
         self._settings = settings
         self._delay = _delay_of(settings.mode, delay)
         self._averages_gradients = strategy == "allreduce"
-        super().__init__(Replicas(model, world_size, loss=loss, batching=batching))
+        super().__init__(Replicas(model, world_size, loss=loss))
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
         self.optimizer = _make_optimizer(optimizer, self._replicas)
         mode = settings.mode
