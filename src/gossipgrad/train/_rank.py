@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossipgrad.checkpoint import model_tensors, write_safetensors
 from gossipgrad.data import ElasticBatches, ShardedBatches
@@ -136,7 +137,7 @@ def _result_of(
         strategy.notes += batches.notes()
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if joiner is None else suppress(FileNotFoundError):
-        write_safetensors(one.run_dir.rank_model(one.rank), final.weights)
+        _write_model(one.run_dir.rank_model(one.rank), final.weights)
     try:
         one.spans.save(one.run_dir.rank_trace(one.rank))
     except FileNotFoundError:
@@ -173,6 +174,20 @@ def _result_of(
         ),
         **counted,
     )
+
+
+def _write_model(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Leave the model for the rank that puts the run together; elsewhere if the disk is full."""
+    try:
+        write_safetensors(path, weights)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        kept = Path(tempfile.mkdtemp(prefix="gossipgrad-")) / path.name
+        write_safetensors(kept, weights)
+        raise GossipError(
+            f"{path} could not be written: {error.strerror}. The trained model is in {kept}"
+        ) from error
 
 
 @contextmanager
