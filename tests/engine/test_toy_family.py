@@ -79,7 +79,7 @@ def anchored(model, optimizer, group, hub, pull=0.2):
         settings,
         pull=pull,
         group=group,
-        transport=lambda group, largest_bytes: hub.transport(group.rank),
+        transport=lambda group: hub.transport(group.rank),
         heartbeats=gg.Heartbeats(),
     )
 

@@ -60,7 +60,7 @@ class Wires:
 
 
 class _End:
-    reopens = by_hand = True
+    by_hand = True
 
     def __init__(self, wires, rank):
         self.wires, self.rank, self.world_size = wires, rank, wires.world_size

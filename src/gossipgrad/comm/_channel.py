@@ -74,7 +74,6 @@ class Channel:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.largest_bytes: int | None = getattr(transport, "max_payload_bytes", None)
         self.plan, self.window = tuple(plan), window
         self.generation, self.epoch = generation, 0
         self.heard = -1
@@ -336,10 +335,10 @@ class Channel:
             return self.epoch
 
     def resume(self, epochs: Mapping[int, int], next_round: int) -> None:
-        """End a collective that all ranks entered.
+        """End a collective that all ranks entered; in a later epoch the round may be lower.
 
         Args:
-            epochs: The epoch that `fence` returned on each rank.
+            epochs: The epoch that `fence` returned on each rank, or a later one.
             next_round: The next round, equal on all ranks.
         """
         with self._lock:
@@ -348,10 +347,6 @@ class Channel:
             for peer in epochs.keys() - {self.rank}:
                 # Its FENCE may arrive after the end of this collective.
                 self._ledgers[peer].latest = max(self._ledgers[peer].latest, self._at(0))
-
-    def restart(self, next_round: int, members: Iterable[int]) -> None:
-        """Restart at a lower round in a new epoch; all ranks together, after a collective."""
-        self.resume(dict.fromkeys(members, self.epoch + 1), next_round)
 
     def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
         """Enter another generation from `next_round` on, and notify its members.
@@ -363,11 +358,10 @@ class Channel:
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
             peers = {*living} - {self.rank}
-            if getattr(self.transport, "reopens", False):
-                for peer in peers:
-                    if self.gone.get(peer) == LOST:
-                        self._liveness.report_reopened(peer)
-                        self._ledgers[peer] = Ledger()
+            for peer in peers:
+                if self.gone.get(peer) == LOST:
+                    self._liveness.report_reopened(peer)
+                    self._ledgers[peer] = Ledger()
             self._peers |= peers
             self._enter_era(generation, 0)
             if self._arrived:
@@ -444,8 +438,7 @@ class Channel:
 
     def send_state(self, state: Tensor, peer: int) -> None:
         """Send a joiner a replica's state, as bytes in host memory; return immediately."""
-        piece_bytes = min(_PIECE_BYTES, self.largest_bytes or _PIECE_BYTES)
-        for piece in state.split(piece_bytes):
+        for piece in state.split(_PIECE_BYTES):
             header = self._header(Kind.STATE, state.numel(), 0, Part(piece.dtype, piece.numel()))
             with self._lock:
                 if not self.closed:

@@ -40,8 +40,6 @@ class Hub:
 class InProcessTransport:
     """One rank's end of a `Hub`. Payloads are copied when sent, so tickets are done immediately."""
 
-    reopens = True
-
     def __init__(self, hub: Hub, rank: int) -> None:
         if not 0 <= rank < hub.world_size:
             raise ValueError(f"rank must lie in 0..{hub.world_size - 1}, got {rank}")

@@ -129,18 +129,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def address_of_interface(name: str) -> str | None:
-    """Return the address of an interface, IPv4 if it has one; None if there is no such; local."""
+    """Return the IPv4 address of an interface; None if there is no such; local."""
     if sys.platform != "linux" or name not in {known for _, known in socket.if_nameindex()}:
         return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
         answer = fcntl.ioctl(any_.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
         return socket.inet_ntoa(answer[20:24])
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, interface = line.split()
-            found = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if interface == name:
-                return f"{found}%{name}" if found.is_link_local else str(found)
     return None
 
 

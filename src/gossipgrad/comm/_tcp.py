@@ -120,8 +120,6 @@ class TCPTransport:
             message from each rank to the next does not arrive.
     """
 
-    reopens = True
-
     def __init__(
         self, group: Group, *, max_payload_bytes: int = 1 << 32, bind: str | None = None
     ) -> None:
@@ -697,22 +695,22 @@ class TCPTransport:
                 self._waker.send(b"w")
 
 
-def resolve_transport(transport: Any) -> Callable[[Group, int], Transport]:
-    """Return a function that makes a transport from a group and the largest payload in bytes.
+def resolve_transport(transport: Any) -> Callable[[Group], Transport]:
+    """Return a function that makes a transport from a group.
 
     Args:
-        transport: `"tcp"`, or a function from a group to a transport with its own limit.
+        transport: `"tcp"`, or such a function.
 
     Raises:
         ValueError: There is no such transport.
     """
     if transport == "tcp":
-        return lambda group, largest_bytes: TCPTransport(group, max_payload_bytes=largest_bytes)
+        return TCPTransport
     if not callable(transport):
         raise ValueError(
             f"transport must be 'tcp' or a function from a group to a transport, got {transport!r}"
         )
-    return lambda group, largest_bytes: transport(group)
+    return transport
 
 
 def _make_room(world_size: int) -> None:

@@ -62,9 +62,9 @@ class Transport(Protocol):
     """Moves messages between ranks over links: one queue per direction, created on first use.
 
     Messages between two ranks arrive once and in order or, if the peer dies, not at all. `send`
-    may be called from any thread, `receive` from one at a time. A transport whose links can be
-    reopened after `forget` has an attribute `reopens = True`; one that delivers only what a test
-    lets it has `by_hand = True`, and no thread receives from it.
+    may be called from any thread, `receive` from one at a time. After `forget` a link may be opened
+    again. A transport that delivers only what a test lets it has an attribute `by_hand = True`, and
+    no thread receives from it.
     """
 
     rank: int

@@ -169,9 +169,8 @@ class RingShuffle(IterableDataset[Batch]):
             self._ring: Ring | None = None
             links = resolve_transport(transport)
             if self.world_size > 1:
-                largest_bytes = self._flow.most_rows * self._rows.row_bytes
                 self._ring = Ring(
-                    links(self._group, largest_bytes),
+                    links(self._group),
                     self._rows,
                     run=run,
                     credits=credits,

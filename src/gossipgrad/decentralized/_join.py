@@ -126,7 +126,7 @@ def join(
                 Replica(model, optimizers, call="gossip"),
                 settings,
                 group=group,
-                transport=lambda _, largest_bytes: joiner.transport(largest_bytes),
+                transport=lambda group: joiner.transport(),
                 scaler=chosen.scaler,
                 recorder=chosen.recorder,
                 heartbeats=chosen.heartbeats,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gossipgrad._messages import first_line
 from gossipgrad.comm import (
+    LEFT,
     Group,
     Recorder,
     distance_to_mean,
@@ -23,7 +24,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.engine._flow import Bucket, Delta, Flow, Phase, SlicedBucket
 from gossipgrad.engine._island import Island
-from gossipgrad.engine._members import Members
+from gossipgrad.engine._members import GAVE_UP, Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
 from gossipgrad.topology import Weighted
@@ -319,7 +320,9 @@ class Averaging:
     def restart(self) -> None:
         """Restart rounds, possibly at a lower number, after all ranks loaded a state."""
         if self._rounds is not None:
-            self._rounds.channel.restart(self._rounds.next_round, self._group.members)
+            channel = self._rounds.channel
+            epochs = dict.fromkeys(self._group.members, channel.epoch + 1)
+            channel.resume(epochs, self._rounds.next_round)
 
     def average(self, flows: Sequence[Flow]) -> None:
         """Drain, then set all flows except gradients, and running statistics, to their average."""
@@ -396,7 +399,10 @@ class Averaging:
 
     def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
         """Refuse to return one replica as the mean of all; warn if the others ended before."""
-        if (left := self._members.left_in_vain()) and not self._has_refused:
+        gone = self._members.gone_if_alone()
+        left = [rank for rank, loss in gone.items() if loss.left and loss.why == GAVE_UP]
+        closed = [rank for rank, loss in gone.items() if loss.left and loss.why == LEFT]
+        if left and not self._has_refused:
             self._has_refused = True
             raise GossipError(
                 f"{_CALLS[kind]} on rank {self._group.rank} comes too late: {named(left)} "
@@ -405,7 +411,6 @@ class Averaging:
                 "it as the mean of the one rank that is left"
             )
         who = f"{_CALLS[kind]} on rank {self._group.rank}"
-        closed = self._members.closed()
         if missed := sorted({*closed} & {*awaited}):
             raise GossipError(
                 f"{who} waited for {named(missed)}, and they closed their sessions without calling "
@@ -413,11 +418,15 @@ class Averaging:
                 "== 0:`. To save, call session.consensus_state_dict() on every rank. This rank's "
                 "own replica is unchanged"
             )
-        if (gone := self._members.gone_from_alone()) and not self._has_warned:
+        if gone and not self._has_warned:
             self._has_warned = True
+            ends = [
+                f"rank {r} {'' if loss.left else 'was lost: '}{loss.why}"
+                for r, loss in gone.items()
+            ]
             logger.warning(
                 "%s is its own replica alone: %s%s",
-                *(who, "; ".join(gone)),
+                *(who, "; ".join(ends)),
                 ". Every rank must call it before any closes its session" if closed else "",
             )
 

@@ -18,7 +18,6 @@ from gossipgrad.comm import (
     AskedStore,
     Group,
     Joining,
-    Membership,
     Record,
     TCPTransport,
     difference,
@@ -173,7 +172,7 @@ class Joiner:
         Raises:
             GossipError: The run is over, or the store does not answer.
         """
-        self.membership = self._read_membership()
+        self.membership = self._ask(lambda store: Record(dist.PrefixStore(self.name, store)).read())
         if not self.membership.living:
             raise GossipError("the run is over: all of its ranks have left")
         number = 0
@@ -189,7 +188,7 @@ class Joiner:
         store.set_timeout(timedelta(minutes=5))
         return store
 
-    def transport(self, max_payload_bytes: int) -> TCPTransport:
+    def transport(self) -> TCPTransport:
         """Return this rank's links to the members.
 
         Raises:
@@ -206,7 +205,6 @@ class Joiner:
             self.world_size,
             introductions=introductions,
             bind=joining_address(hosts, towards=self._host),
-            max_payload_bytes=max_payload_bytes,
             secret=self._secret,
         )
 
@@ -246,9 +244,6 @@ class Joiner:
             raise GossipError(f"rank {donor} sent no replica: {sent['error']}. {_RETRY}")
         self.position = sent["position"]
         return sent["replica"]
-
-    def _read_membership(self) -> Membership:
-        return self._ask(lambda store: Record(dist.PrefixStore(self.name, store)).read())
 
     def _read_info(self) -> dict[str, Any]:
         """Read the run's description; wait briefly for a run that has just started."""

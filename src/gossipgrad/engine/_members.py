@@ -27,12 +27,12 @@ from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.topology import Schedule, among
 
-__all__ = ["Members"]
+__all__ = ["GAVE_UP", "Members"]
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 2.0
-_GAVE_UP = f"{LEFT} after it had waited in vain for others in a collective"
+GAVE_UP = f"{LEFT} after it had waited in vain for others in a collective"
 
 
 class Members:
@@ -164,24 +164,8 @@ class Members:
             return False
         return any(self.is_alive(rank) for rank in self.current.living if rank != self._group.rank)
 
-    def closed(self) -> list[int]:
-        """Return ranks that closed their sessions without an exception, if no other is left."""
-        gone = self._gone_if_alone().items()
-        return [rank for rank, loss in gone if loss.left and loss.why == LEFT]
-
-    def gone_from_alone(self) -> list[str]:
-        """Say how each other rank ended, if no other is left."""
-        return [
-            f"rank {rank} {'' if loss.left else 'was lost: '}{loss.why}"
-            for rank, loss in self._gone_if_alone().items()
-        ]
-
-    def left_in_vain(self) -> list[int]:
-        """Return ranks whose last collective failed before they left, if no other is left."""
-        gone = self._gone_if_alone().items()
-        return [rank for rank, loss in gone if loss.left and loss.why == _GAVE_UP]
-
-    def _gone_if_alone(self) -> dict[int, Loss]:
+    def gone_if_alone(self) -> dict[int, Loss]:
+        """Return how each other rank ended, if none is left."""
         return self.current.gone if self.current.living == (self._group.rank,) else {}
 
     def check_store(self) -> None:
@@ -212,7 +196,7 @@ class Members:
                 self.watch.stop()
             else:
                 why = LEFT if error is None else f"{LEFT} by {type(error).__name__}"
-                self.watch.leave(_GAVE_UP if self.has_failed else why)
+                self.watch.leave(GAVE_UP if self.has_failed else why)
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
         """Leave an unclosed session at exit, with a last message to the others."""

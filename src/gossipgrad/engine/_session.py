@@ -22,7 +22,6 @@ from gossipgrad.comm import (
     Recorder,
     Transport,
     agree_on,
-    all_parameters,
     broadcast_replica,
     broadcast_values,
     digest,
@@ -53,14 +52,12 @@ from gossipgrad.engine._signal_handlers import check_not_in_handler
 from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
-from gossipgrad.engine._tensors import largest_piece_bytes
 from gossipgrad.errors import AgreementError, GossipError
 
 __all__ = ["Session"]
 
 S = TypeVar("S", bound="Session")
 
-_GROWTH = 4  # how much larger a later plan's messages may be; links are created for that
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for parts in flight and for sending
 
 
@@ -80,7 +77,7 @@ class Session:
         replica: The user's model and optimizers.
         settings: The settings of rounds.
         group: Runs collectives; closes with the session.
-        transport: Creates the links of flows, from the group and the largest payload in bytes.
+        transport: Creates the links of flows from the group.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         recorder: Gets spans of time.
         heartbeats: How ranks watch each other; None: the membership never changes.
@@ -113,7 +110,7 @@ class Session:
         settings: RoundSettings,
         *,
         group: Group,
-        transport: Callable[[Group, int], Transport] | None = None,
+        transport: Callable[[Group], Transport] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         recorder: Recorder | None = None,
         heartbeats: Heartbeats | None = None,
@@ -334,7 +331,7 @@ class Session:
             GossipError: As `consensus()`; parts in flight may have been mixed.
         """
         self._check_ready("average_")
-        self._averaging.enter_collective("average", self._pending_change())
+        self._averaging.enter_collective("average", self._run.pending_change())
         self._averaging.average(self.flows)
         if self.can_grow and self._averaging.is_any(self.replica.set_change() is not None):
             self._adopt()
@@ -353,7 +350,7 @@ class Session:
         if self._in_consensus:
             return self._averaging.distance((own, shown) for shown, own in self._kept)
         self._check_ready("consensus_distance")
-        self._averaging.enter_collective("distance", self._pending_change())
+        self._averaging.enter_collective("distance", self._run.pending_change())
         means = self._averaging.means(self._weights)
         return self._averaging.distance((bucket.total(), mean) for bucket, mean in means)
 
@@ -396,7 +393,7 @@ class Session:
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: As `consensus()`; replicas may then be partly overwritten, so call it
-                again. Or a single row of a new parameter is larger than the session's links allow.
+                again.
         """
         self._check_ready("broadcast_")
         self._before_loads = None
@@ -756,7 +753,7 @@ class Session:
     def _show_consensus(self, shows: Callable[[], bool]) -> Iterator[None]:
         """See `consensus()`; asks, when all have met, whether this rank `shows` the average."""
         self._check_ready("consensus")
-        self._averaging.enter_collective("consensus", self._pending_change())
+        self._averaging.enter_collective("consensus", self._run.pending_change())
         kept: list[tuple[Tensor, Tensor]] = []
         is_shown = shows()
         with self._averaging.mean_statistics():
@@ -818,28 +815,12 @@ class Session:
             parts = [part for flow in flows for part in flow.parts]
             wanted = {**self._describe(), "messages": digest([str(part) for part in parts])}
             agree_on(self.group, replica.model, replica.optimizers, wanted)
-        most_bytes = None if self._rounds is None else self._rounds.channel.largest_bytes
-        needed_bytes = max((part.size_bytes for flow in flows for part in flow.parts), default=0)
-        if most_bytes is not None and needed_bytes > most_bytes:
-            raise GossipError(
-                f"a message of {needed_bytes} bytes is needed now, and links foresee {most_bytes}: "
-                "they are made for all parameters of the model and its optimizers when a session "
-                "starts, trained or not. Nothing was changed; close this one and start another"
-            )
         return flows
-
-    def _largest_bytes(self, flows: Sequence[Flow]) -> int:
-        """Return the largest message of these flows, and of all parameters, trained or not."""
-        of = self.settings
-        every = all_parameters(self.replica.model, self.replica.optimizers).values()
-        pieces = largest_piece_bytes(every, of.bucket_bytes, of.wire_dtype)
-        parts = (part.size_bytes for flow in flows for part in flow.parts)
-        return max(*parts, of.bucket_bytes, pieces)
 
     def _connect(
         self,
         flows: Sequence[Flow],
-        transport: Callable[[Group, int], Transport],
+        transport: Callable[[Group], Transport],
         joiner: Joiner | None,
     ) -> None:
         """Create the links to the others and, unless this rank is a joiner, equal replicas."""
@@ -854,7 +835,7 @@ class Session:
             living = self.group.members
             links: Transport = Hub(self.world_size).transport(self.rank)
         else:
-            links = transport(self.group, _GROWTH * self._largest_bytes(flows))
+            links = transport(self.group)
         channel = Channel(
             links,
             run=run,
@@ -960,9 +941,6 @@ class Session:
             self._warn_of_load()
         self.replica.reshard()
         self._run.wait()
-
-    def _pending_change(self) -> str | None:
-        return self._run.pending_change()
 
     # -- its end ----------------------------------------------------------------------------
 

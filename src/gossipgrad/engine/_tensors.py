@@ -1,7 +1,7 @@
 """The tensors of the user's model and optimizers to exchange."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,6 @@ __all__ = [
     "NON_NEGATIVE",
     "Entry",
     "gradient_entries",
-    "largest_piece_bytes",
     "state_entries",
     "weight_entries",
 ]
@@ -78,21 +77,6 @@ class Entry:
             spec = replace(self.spec, shape=(count, *shape[1:]))
             pieces.append(replace(self, spec=spec, rows=(start, count)))
         return pieces
-
-
-def largest_piece_bytes(
-    parameters: Iterable[Tensor], limit_bytes: int, wire_dtype: torch.dtype | None
-) -> int:
-    """Return the largest piece in bytes of some parameters or their fp32 state."""
-    largest = 0
-    for parameter in parameters:
-        held = local(parameter)
-        rows = held.shape[0] if held.ndim else 1
-        of_one = held.numel() // max(1, rows)
-        of_limit = min(held.numel(), limit_bytes // held.itemsize)
-        width = max(held.itemsize, (wire_dtype or torch.float32).itemsize)
-        largest = max(largest, width * max(of_one, of_limit))
-    return largest
 
 
 def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:

@@ -166,7 +166,7 @@ class RootSharing:
         self,
         optimizer: SecondOrder,
         group: Group,
-        transport: Callable[[Group, int], Transport],
+        transport: Callable[[Group], Transport],
         *,
         patience_seconds: float,
     ) -> None:
@@ -183,7 +183,7 @@ class RootSharing:
         check_alike(group.all_gather_object(described))
         run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
         sizes = [sum(math.prod(s) * d.itemsize for s, d in parts) for parts in self._specs]
-        self._channel = Channel(transport(group, max(sizes, default=1)), run=run, plan=[])
+        self._channel = Channel(transport(group), run=run, plan=[])
         self._box = Mailbox(self._channel, [Part(torch.uint8, size) for size in sizes])
         self._peers = set(range(group.world_size)) - {group.rank}
         for peer in sorted(self._peers):
