@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Hub, Liveness, Outcome
-from support.links import RUN, both, post
+from gossipgrad.comm import Liveness, Outcome
+from support.links import both, post
 from support.waiting import HANG_SECONDS, until
 
 D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
@@ -94,6 +94,3 @@ def test_wrong_arguments_are_refused(channels):
     for payload in (part(0, 5), part(0).double()):
         with pytest.raises(ValueError, match="bucket 0 is planned as 4 x"):
             a.post(0, 0, payload, send_to=1, recv_from=1)
-    for options in ({"run": b"abc"}, {"run": RUN, "window": 0}):
-        with pytest.raises(ValueError, match="must be"):
-            Channel(Hub(2).transport(0), plan=[], **options)

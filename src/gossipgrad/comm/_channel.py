@@ -69,10 +69,6 @@ class Channel:
         liveness: Liveness | None = None,
         peers: Collection[int] | None = None,
     ) -> None:
-        if len(run) != 16:
-            raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
         self.rank, self.world_size = transport.rank, transport.world_size
         self.plan, self.window = tuple(plan), window
         self.generation, self.epoch = generation, 0
@@ -192,7 +188,6 @@ class Channel:
             if sends:
                 self.void(at.round, peer)
             return
-        self.watch(peer)
         self._send(peer, self._header(Kind.READY, at.round, bucket))
         if (at, bucket) in ledger.awaited:
             ledger.agree(at, bucket)

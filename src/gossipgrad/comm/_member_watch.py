@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gossipgrad._messages import first_line
@@ -331,7 +331,9 @@ class MemberWatch(Liveness):
         pause = _RENEWAL * self._settings.silent_seconds
         if self._now() - self._renewed_seconds >= pause:
             known = self.latest
-            self._learn(self._record.replace(known, known.renewed()))
+            self._learn(
+                self._record.replace(known, replace(known, generation=known.generation + 1))
+            )
 
     def _learn(self, membership: Membership) -> None:
         if membership.generation <= self.latest.generation:

@@ -148,10 +148,6 @@ class Membership:
             joining={other: one for other, one in self.joining.items() if other != rank},
         )
 
-    def renewed(self) -> "Membership":
-        """Return the next generation, of the same ranks."""
-        return replace(self, generation=self.generation + 1)
-
     def eviction_of(self, rank: int) -> str:
         """Describe by whom and when a rank was declared dead, if that is still known."""
         how = f"long ago: it is no member in generation {self.generation}"

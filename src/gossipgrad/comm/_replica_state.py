@@ -1,8 +1,8 @@
 """A replica's parameters by name, and its whole state as plain values, to save and load."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -176,65 +176,53 @@ def plain(value: Any, what: str, copy: bool) -> Any:
     )
 
 
-def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return an optimizer's state of parameters, by index, and its state under names; local."""
-    with filled(optimizer):
-        return _kept_by(optimizer, what, copy)
-
-
-def filled(optimizer: Optimizer) -> AbstractContextManager[object]:
-    """Make `state` complete inside, also for an optimizer that keeps part of it elsewhere."""
-    return getattr(optimizer, "filled_state", nullcontext)()
+def kept_by(optimizer: Optimizer, what: str, copy: bool) -> list[list[Any]]:
+    """Return an optimizer's state, by index of the parameter or by name; local."""
+    indices = {id(parameter): index for index, parameter in enumerate(parameters_of(optimizer))}
+    kept: list[list[Any]] = []
+    # Some optimizers keep a part elsewhere, and have both this and `take_state`.
+    with getattr(optimizer, "filled_state", nullcontext)():
+        for key, held in optimizer.state.items():
+            if isinstance(key, Tensor):
+                if id(key) in indices and held:  # entries of other parameters are unused
+                    values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
+                    kept.append([indices[id(key)], values])
+            elif isinstance(key, str):
+                kept.append([key, plain(held, f"{what} state {key!r}", copy)])
+            else:
+                raise GossipError(
+                    f"{what} state has the key {key!r}, neither a parameter nor text: it cannot "
+                    "be found again when the state is loaded"
+                )
+    return sorted(kept, key=lambda entry: (isinstance(entry[0], str), entry[0]))
 
 
 def take_state(optimizer: Optimizer) -> None:
-    """Let an optimizer that keeps part of its state elsewhere read it from the filled `state`."""
+    """Let an optimizer that keeps part of its state elsewhere read it from `state`."""
     if hasattr(optimizer, "take_state"):
         optimizer.take_state()
 
 
-def _kept_by(
-    optimizer: Optimizer, what: str, copy: bool
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    indices = {id(parameter): index for index, parameter in enumerate(parameters_of(optimizer))}
-    kept: list[list[Any]] = []
-    named: list[list[Any]] = []
-    for key, held in optimizer.state.items():
-        if isinstance(key, Tensor):
-            if id(key) in indices and held:  # entries of other parameters are unused
-                values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
-                kept.append([indices[id(key)], values])
-        elif isinstance(key, str):
-            named.append([key, plain(held, f"{what} state {key!r}", copy)])
-        else:
-            raise GossipError(
-                f"{what} state has the key {key!r}, neither a parameter nor text: it cannot "
-                "be found again when the state is loaded"
-            )
-    return sorted(kept, key=lambda entry: entry[0]), named
-
-
-def put_back(
-    optimizer: Optimizer, kept: Iterable[Sequence[Any]], named: Iterable[Sequence[Any]]
-) -> None:
+def put_back(optimizer: Optimizer, kept: Iterable[Sequence[Any]]) -> None:
     """Load the result of `kept_by`, on the parameters' devices by torch's own rule.
 
     A step count stays in host memory, unless the optimizer is fused or capturable.
     """
-    parameters = list(parameters_of(optimizer))
+    parameters, state_of = list(parameters_of(optimizer)), cast(dict[Any, Any], optimizer.state)
     on_device = {
         id(parameter)
         for group in optimizer.param_groups
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
-    for index, values in kept:
-        parameter = parameters[index]
-        state = optimizer.state[parameter] = _beside(parameter, values)
+    for key, values in kept:
+        if isinstance(key, str):
+            state_of[key] = _beside(parameters[0], values)
+            continue
+        parameter = parameters[key]
+        state = state_of[parameter] = _beside(parameter, values)
         if isinstance(values.get("step"), Tensor) and id(parameter) not in on_device:
             state["step"] = values["step"].clone()
-    for name, value in named:
-        optimizer.state[name] = _beside(parameters[0], value)
 
 
 def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
@@ -245,7 +233,6 @@ def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str,
             f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
             "its state and groups is not in this state. Save and load it separately"
         )
-    kept, named = kept_by(optimizer, what, copy)
     groups = [
         {k: plain(value, f"{what} {k!r}", copy) for k, value in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -254,8 +241,7 @@ def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str,
         "kind": type(optimizer).__name__,
         "sizes": _group_sizes(optimizer),
         "groups": groups,
-        "state": kept,
-        "named": named,
+        "state": kept_by(optimizer, what, copy),
     }
 
 
@@ -267,7 +253,7 @@ def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             else:
                 group[key] = _copied(value)
     optimizer.state.clear()
-    put_back(optimizer, saved["state"], saved["named"])
+    put_back(optimizer, saved["state"])
     take_state(optimizer)
 
 

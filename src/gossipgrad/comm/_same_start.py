@@ -104,21 +104,14 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
     is_source = group.rank == group.members[0]
     for number, optimizer in enumerate(optimizers):
         kept: list[list[Any]] = []
-        named: list[list[Any]] = []
         if is_source:
-            what = f"of optimizer {number} ({type(optimizer).__name__})"
-            kept, named = kept_by(optimizer, what, False)
+            kept = kept_by(optimizer, f"of optimizer {number} ({type(optimizer).__name__})", False)
         else:
             optimizer.state.clear()
-        keeps, names = group.broadcast_object([len(kept), len(named)])
-        for first in range(0, keeps, _PARAMETERS):
+        for first in range(0, group.broadcast_object(len(kept)), _PARAMETERS):
             some = broadcast_values(group, kept[first : first + _PARAMETERS])
             if not is_source:
-                put_back(optimizer, some, [])
-        if names:
-            named = broadcast_values(group, named)
-            if not is_source:
-                put_back(optimizer, [], named)
+                put_back(optimizer, some)
         if not is_source:
             take_state(optimizer)
 

@@ -45,8 +45,9 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             mean = weights.setdefault(name, _Mean(tensor, has_mean=has_mean))
             mean.add(tensor, state.get("residuals", {}).get(name))
         for entries, optimizer in zip(optimizers, state["optimizers"], strict=True):
-            for index, values in optimizer["state"]:
-                entries.setdefault(index, _Entry(values)).add(values)
+            for key, values in optimizer["state"]:
+                if not isinstance(key, str):
+                    entries.setdefault(key, _Entry(values)).add(values)
         del state  # an iterator may read the next one
     if first is None:
         raise ValueError("no states: give those of all ranks that were saved")
@@ -55,7 +56,13 @@ def average_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "shard": first["shard"],
         "model": {name: mean.result() for name, mean in weights.items()},
         "optimizers": [
-            {**one, "state": [[index, entry.result()] for index, entry in sorted(entries.items())]}
+            {
+                **one,
+                "state": [
+                    *([index, entry.result()] for index, entry in sorted(entries.items())),
+                    *(entry for entry in one["state"] if isinstance(entry[0], str)),
+                ],
+            }
             for one, entries in zip(first["optimizers"], optimizers, strict=True)
         ],
     }

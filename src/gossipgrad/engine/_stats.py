@@ -68,22 +68,6 @@ class Stats:
     averaging_seconds: float
     all_reduce_bytes: int
 
-    def _repr_html_(self) -> str:
-        """Return a small table of the main figures, for notebooks."""
-        distance = self.consensus_distance
-        if distance is None:
-            distance = self.consensus_distance_estimate
-        rows = {
-            "rounds": f"{self.rounds:,} ({self.late_rounds:,} late, {self.void_rounds:,} void)",
-            "sent": f"{self.bytes_sent:,} bytes",
-            "ring all-reduce would have sent": f"{self.all_reduce_bytes:,} bytes",
-            "blocked on communication": f"{self.exposed_seconds + self.averaging_seconds:.2f} s",
-            "consensus distance": "n/a" if distance is None else f"{distance:.4g}",
-            "memory beside the model": f"{self.extra_memory_bytes:,} bytes",
-        }
-        cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
-        return f"<table>{cells}</table>"
-
     def __str__(self) -> str:
         """Return the main figures as text.
 
