@@ -128,4 +128,7 @@ def test_tensors_in_lists_lie_beside_their_parameter_again():
     load_replica(there, [theirs], state)
     loaded = theirs.state[there[0].weight]
     assert loaded["past"][0].device.type == "meta"
+    theirs.stays_on_host = lambda name: name == "past"
+    load_replica(there, [theirs], state)
+    assert theirs.state[there[0].weight]["past"][0].device.type == "cpu"
     assert loaded["step"].device.type == "cpu"

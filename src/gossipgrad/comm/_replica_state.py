@@ -206,8 +206,10 @@ def take_state(optimizer: Optimizer) -> None:
 def put_back(optimizer: Optimizer, kept: Iterable[Sequence[Any]]) -> None:
     """Load the result of `kept_by`, on the parameters' devices by torch's own rule.
 
-    A step count stays in host memory, unless the optimizer is fused or capturable.
+    A step count stays in host memory, unless the optimizer is fused or capturable. An optimizer
+    says what else does by `stays_on_host(name)`.
     """
+    stays = getattr(optimizer, "stays_on_host", lambda name: False)
     parameters, state_of = list(parameters_of(optimizer)), cast(dict[Any, Any], optimizer.state)
     on_device = {
         id(parameter)
@@ -220,9 +222,12 @@ def put_back(optimizer: Optimizer, kept: Iterable[Sequence[Any]]) -> None:
             state_of[key] = _beside(parameters[0], values)
             continue
         parameter = parameters[key]
-        state = state_of[parameter] = _beside(parameter, values)
-        if isinstance(values.get("step"), Tensor) and id(parameter) not in on_device:
-            state["step"] = values["step"].clone()
+        state_of[parameter] = {
+            name: _copied(value)
+            if (name == "step" and id(parameter) not in on_device) or stays(name)
+            else _beside(parameter, value)
+            for name, value in values.items()
+        }
 
 
 def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def gossip(
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     shared: Island | None = None
     try:
-        resolve_transport(transport)
+        links = resolve_transport(transport)
         if chosen.bucket_bytes is None:
             parameters = trained_parameters(model, optimizers).values()
             bucket_bytes = fitting_bucket_bytes(parameters, chosen.wire_dtype)
@@ -174,7 +174,7 @@ def gossip(
                 Replica(model, optimizers, call="gossip"),
                 settings,
                 group=group,
-                transport=resolve_transport(transport),
+                transport=links,
                 scaler=chosen.scaler,
                 recorder=chosen.recorder,
                 heartbeats=chosen.heartbeats,

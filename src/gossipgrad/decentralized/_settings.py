@@ -92,15 +92,6 @@ class GossipSettings(RoundSettings):
     seed: int = 0
     outer: Nesterov | None = None
 
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks."""
-        described = super().describe()
-        if self.compress is None:
-            del described["compress"], described["seed"]
-        if self.outer is None:
-            del described["outer"]
-        return described
-
     def must_fit(self) -> dict[str, str]:
         """Return the settings that must match when a state is loaded; waits may differ.
 

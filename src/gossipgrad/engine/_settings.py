@@ -1,14 +1,14 @@
 """Settings of rounds, which all ranks of a session share."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.engine._modes import Mode, Stale, Sync
+from gossipgrad.engine._modes import Mode, Stale
 from gossipgrad.topology import Schedule
 
 __all__ = ["RoundSettings", "check_numbers", "is_count", "resolve_average_every"]
@@ -52,22 +52,13 @@ class RoundSettings:
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.exchanges == 1:
-            del named["exchanges"]
-        if self.island == 1:
-            del named["island"]
         return {"topology": named.pop("schedule").describe(), **named}
 
     def must_fit(self) -> dict[str, str]:
         """Return the settings that must match when a state is loaded; waits may differ."""
         described = self.describe()
-        staleness = (
-            f", max_staleness {self.mode.max_staleness}" if isinstance(self.mode, Stale) else ""
-        )
-        correction = ""
-        if isinstance(self.mode, Sync) and self.mode.momentum:
-            correction = f", momentum {self.mode.momentum}, gain {self.mode.gain}"
-        described["mode"] = f"{type(self.mode).__name__.lower()}{staleness}{correction}"
+        kept = [f"{k} {v}" for k, v in asdict(self.mode).items() if k != "patience_seconds"]
+        described["mode"] = ", ".join([type(self.mode).__name__.lower(), *kept])
         return {name: str(value) for name, value in described.items()}
 
 

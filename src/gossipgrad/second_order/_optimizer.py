@@ -516,6 +516,10 @@ class SecondOrder(MatrixOptimizer):
         name = f"next_{self.roots[side]}"
         return [name, f"{name}_order"] if self.is_ordered else [name]
 
+    def stays_on_host(self, name: str) -> bool:
+        """Whether a tensor in `state` lies in host memory: a root, with `storage`."""
+        return self.storage is not None and name.partition(".")[0] in self.roots
+
     @torch.no_grad()
     def take_state(self) -> None:
         """Build units from `state`, and make its entries views of theirs."""
