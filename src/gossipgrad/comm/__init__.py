@@ -45,8 +45,6 @@ from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record
 from gossipgrad.comm._ranks import check_island as check_island
 from gossipgrad.comm._ranks import check_ranks as check_ranks
-from gossipgrad.comm._ranks import check_timeout as check_timeout
-from gossipgrad.comm._ranks import has_peers as has_peers
 from gossipgrad.comm._ranks import resolve_group as resolve_group
 from gossipgrad.comm._ranks import resolve_island as resolve_island
 from gossipgrad.comm._ranks import resolve_optimizers as resolve_optimizers

@@ -14,17 +14,10 @@ from gossipgrad.comm._group import Group
 __all__ = [
     "check_island",
     "check_ranks",
-    "check_timeout",
-    "has_peers",
     "resolve_group",
     "resolve_island",
     "resolve_optimizers",
 ]
-
-
-def has_peers() -> bool:
-    """Whether this process is one of several in the default process group."""
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_ranks(process_group: object, mesh: object) -> None:
@@ -119,16 +112,6 @@ def _unwrap(optimizer: object) -> Optimizer:
     return inner
 
 
-def check_timeout(start_timeout_seconds: object) -> None:
-    """Raise `ValueError` unless the timeout is positive and finite; local."""
-    seconds = start_timeout_seconds
-    if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
-        raise ValueError(
-            "start_timeout_seconds must be a number of seconds above 0 and finite, got "
-            f"{start_timeout_seconds!r}"
-        )
-
-
 def resolve_group(
     process_group: dist.ProcessGroup | Group | None,
     mesh: DeviceMesh | None = None,
@@ -141,9 +124,14 @@ def resolve_group(
     Waits for them at most `start_timeout_seconds`, unless they already share a `Group`.
 
     Raises:
-        ValueError: Both are given, the mesh has several axes, or this process was launched as one
-            of several and has no process group; `asks` is then named in the message.
+        ValueError: The time is none, both are given, the mesh has several axes, or this process was
+            launched as one of several and has no process group; the message then names `asks`.
     """
+    seconds: object = start_timeout_seconds
+    if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
+        raise ValueError(
+            f"start_timeout_seconds must be a number of seconds above 0 and finite, got {seconds!r}"
+        )
     check_ranks(process_group, mesh)
     if isinstance(process_group, Group):
         return process_group

@@ -16,7 +16,6 @@ from gossipgrad.comm import (
     Group,
     Transport,
     check_island,
-    check_timeout,
     fitting_bucket_bytes,
     resolve_group,
     resolve_island,
@@ -149,7 +148,6 @@ def gossip(
     chosen = check_options(gossip, options)
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, call="gossip", process_group=process_group, mesh=mesh)
-    check_timeout(start_timeout_seconds)
     inside = resolve_island(island)
     check_island(inside, mesh or process_group)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)

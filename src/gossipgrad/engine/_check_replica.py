@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gossipgrad._messages import warn
-from gossipgrad.comm import check_ranks, has_peers, is_sharded, parameters_of
+from gossipgrad.comm import check_ranks, is_sharded, parameters_of
 from gossipgrad.engine._claims import is_claimed
 
 __all__ = ["check_model", "check_replica", "is_averaged"]
@@ -142,7 +142,7 @@ def _reduced_over(own: Container[int], process_group: object, mesh: object) -> l
 
     Parameters do not show it, as its reducer is in C++. So this searches all live objects, once.
     """
-    if not has_peers():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     if isinstance(mesh, DeviceMesh):
         process_group = mesh.get_group()

@@ -17,7 +17,6 @@ from gossipgrad.comm import (
     Transport,
     check_heartbeats,
     check_ranks,
-    check_timeout,
     resolve_group,
     resolve_optimizers,
     resolve_transport,
@@ -129,7 +128,6 @@ def suda(
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, call="suda", process_group=process_group, mesh=mesh)
-    check_timeout(start_timeout_seconds)
     check_ranks(process_group, mesh)
     if len(optimizers) != 1:
         raise ValueError(

@@ -23,7 +23,6 @@ from gossipgrad.comm import (
     Mailbox,
     Part,
     Transport,
-    check_timeout,
     resolve_group,
     resolve_transport,
 )
@@ -106,7 +105,6 @@ def share_roots(
         )
     if not 0 < patience_seconds < math.inf:
         raise ValueError(f"patience_seconds must be above 0 and finite, got {patience_seconds}")
-    check_timeout(start_timeout_seconds)
     if optimizer.sharding is not None or (optimizer.refresher.share is not None and not shard):
         raise GossipError(
             "the optimizer's roots are shared already: call share_roots() once, or close() what it "
