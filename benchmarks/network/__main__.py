@@ -30,8 +30,9 @@ from ._measure import Cells, Grid, Setting, measure_grid
 from ._namespaces import NetworkError
 from ._network import Network
 
-ALL = tuple(name for name in KINDS if name not in SPARSE)
-_SYNC = (EXCHANGE, REDUCE, ALONE, "gossip", "gossip, sync", "ddp")
+_MOMENTUM = tuple(name for name in KINDS if "sync with momentum" in name)
+ALL = tuple(name for name in KINDS if name not in {*SPARSE, *_MOMENTUM})
+_SYNC = (EXCHANGE, REDUCE, ALONE, "gossip", "gossip, sync", *_MOMENTUM, "ddp")
 _DENSE = ("ddp", "ddp, fp16 hook", "ddp, PowerSGD")
 _WIRE = tuple(name for name in ALL if name not in ("agd", "local SGD, period 8"))
 # A worker holds under 8 MB, so that 16 on 2 cores have the processors for it, and steps take 0.9 s,
@@ -109,7 +110,14 @@ GRIDS = {
     ),
     "try": Grid(
         (
-            Setting("resnet50", 0.05, 0.0005, 2, 1e8, (EXCHANGE, REDUCE, ALONE, *_SYNC[3:], "agd")),
+            Setting(
+                "resnet50",
+                0.05,
+                0.0005,
+                2,
+                1e8,
+                (EXCHANGE, REDUCE, ALONE, "gossip", "gossip, sync", "ddp", "agd"),
+            ),
             Setting("resnet50", 0.05, 0.0005, 2, 1e8, (ALONE, "topk", "greedy"), 0.01),
         ),
         *(2, 0.1),

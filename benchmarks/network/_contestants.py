@@ -81,7 +81,7 @@ class Gossip(Contestant):
 
     def __init__(self, surroundings: Surroundings, **options: Any) -> None:
         super().__init__(surroundings)
-        if options.get("mode") == "sync":
+        if options.get("mode") == "sync" or isinstance(options.get("mode"), gg.Sync):
             # As many messages as the model has unscaled: `sync` hides behind them one by one.
             options["bucket_bytes"] = surroundings.bucket_bytes(DEFAULT_BUCKET_BYTES)
         self._session = gg.gossip(self.model, self.optimizer, **options)
@@ -311,6 +311,16 @@ KINDS: dict[str, Kind] = {
     ALONE: Kind(Contestant),
     "gossip": Kind(Gossip, EXCHANGE, is_hidden=True),
     "gossip, sync": Kind(lambda s: Gossip(s, mode="sync"), EXCHANGE, is_hidden=True),
+    "gossip, sync with momentum, bf16 wire": Kind(
+        lambda s: Gossip(s, mode=gg.Sync(momentum=0.9), wire_dtype=torch.bfloat16),
+        "bare exchange, bf16",
+        is_hidden=True,
+    ),
+    "gossip, sync with momentum, two exchanges, bf16 wire": Kind(
+        lambda s: Gossip(s, mode=gg.Sync(momentum=0.9), exchanges=2, wire_dtype=torch.bfloat16),
+        EXCHANGE,
+        is_hidden=True,
+    ),
     "gossip, bf16 wire": Kind(
         lambda s: Gossip(s, wire_dtype=torch.bfloat16), "bare exchange, bf16", is_hidden=True
     ),
