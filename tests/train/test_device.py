@@ -1,11 +1,9 @@
 """Where ranks train; the GPU is faked but for the tests marked so."""
 
-import os
-
 import pytest
 import torch
 
-from gossipgrad.train import JobError, RunFailedError, TrainConfig, check
+from gossipgrad.train import RunFailedError, TrainConfig, check
 from support.alone import run_alone
 
 
@@ -66,23 +64,3 @@ def test_a_rank_trains_on_the_gpu_that_is_its_own(
 @pytest.mark.gpu
 def test_learns_on_a_gpu(tmp_path):
     assert run_alone(tmp_path, epochs=1, device="cuda").summary["accuracy"] > 0.8
-
-
-@pytest.mark.process
-def test_a_launcher_tries_a_job_on_a_gpu_in_another_process(gpus, tmp_path, monkeypatch):
-    """That process finds no GPU here, and tries on the CPU."""
-    (tmp_path / "tried.py").write_text(
-        "import os, torch\n"
-        "from torch.utils.data import TensorDataset\n"
-        "from gossipgrad.train import Job\n"
-        "def loss(output, target):\n"
-        "    raise RuntimeError(f'tried in {os.getpid()} on {output.device.type}')\n"
-        "def job():\n"
-        "    points = TensorDataset(torch.randn(8, 4), torch.zeros(8))\n"
-        "    return Job(model=torch.nn.Linear(4, 2), train=points, test=points, loss=loss)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    gpus(1)
-    with pytest.raises(JobError, match=r"tried in \d+ on cpu") as caught:
-        check(TrainConfig(job="tried:job", device="auto"), 2, is_launcher=True)
-    assert f"tried in {os.getpid()}" not in str(caught.value)

@@ -148,7 +148,7 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     assert (tmp_path / "model.safetensors").exists()
     # Lines of torch are of a thread that an earlier test in this process has left.
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("gossipgrad")]
-    assert said == ["gossipgrad: rank 0 was killed by SIGKILL (out of memory?); 2 workers go on"]
+    assert said == ["gossipgrad: rank 0 was killed by SIGKILL (out of memory?); 2 workers continue"]
 
 
 def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):

@@ -202,19 +202,12 @@ def find(
 
 def manifest_of(directory: Path, rank: int, step: int | None, run: str | None) -> Manifest:
     """Return what a rank has committed, of a step or of the newest complete one."""
-    if step is None:
-        whole = find(directory, run=run)
-        step = whole.step
-        if rank not in whole.members:
-            raise ValueError(
-                f"rank {rank} has no part in the newest checkpoint in {directory}, step {step} of "
-                f"ranks {', '.join(map(str, whole.members))}: load one of those, or name a step"
-            )
+    step = find(directory, run=run).step if step is None else step
     path = manifest_path(directory, step, rank)
     read = read_manifest(directory, step, rank)
     if read is None:
         raise ValueError(
-            f"{path} does not exist: rank {rank} has not committed step {step}; "
+            f"{path} does not exist: rank {rank} has no part in the checkpoint of step {step}; "
             f"{describe_complete(directory)}"
         )
     if run not in (None, read.run):

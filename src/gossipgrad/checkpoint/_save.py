@@ -92,8 +92,6 @@ def part_of(
     rank: int, world_size: int, step: int, *, run: str, members: Sequence[int] | None
 ) -> Manifest:
     """A manifest that has no file yet."""
-    if members is None and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of world_size {world_size} cannot be: ranks count from 0")
     everyone = range(world_size) if members is None else members
     return Manifest(run=run, rank=rank, world_size=world_size, members=tuple(everyone), step=step)
 

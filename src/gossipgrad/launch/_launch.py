@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,6 @@ def launch(
     rendezvous: Rendezvous,
     *,
     grace_seconds: float = 30.0,
-    environ: Mapping[str, str] | None = None,
     supervise: Callable[[Sequence[Worker]], None] = lambda workers: None,
     show: bool = True,
     describe: Callable[[Exit], str | None] = lambda end: end.cause,
@@ -96,7 +95,6 @@ def launch(
             has its module loaded.
         rendezvous: The store, and the ranks of this node.
         grace_seconds: Time from a signal until running workers are killed.
-        environ: Environment of workers besides torchrun's variables; None: that of this process.
         supervise: Called 20 times a second with the workers, which it may signal or kill.
         show: Whether to show the workers' standard error, and failures.
         describe: Returns the description of a failed worker, to follow "rank 3"; None: nothing.
@@ -129,7 +127,7 @@ def launch(
     ending: dict[int, tuple[float, bool]] = {}  # since when, and whether they start again
     with _catch_signals(caught):
         try:
-            base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
+            base = _defaults(rendezvous) | {**os.environ}
 
             def start(local_rank: int) -> Worker:
                 rank = rendezvous.first_rank + local_rank
@@ -176,8 +174,11 @@ def launch(
                             member.send_signal(signal.SIGTERM)
                     if show and (what := describe(end)) is not None:
                         whose = "; its island ends with it" if island > 1 else ""
+                        plural = "workers continue" if left > 1 else "worker continues"
+                        others = f"; {left} {plural}" if left else ""
                         again = "; it is started again, to join" * comes_again
-                        _print(f"rank {end.rank} {what}{whose}{_going_on(left)}{again}")
+                        text = f"rank {end.rank} {what}{whose}{others}{again}"
+                        print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
                 for first, (since_seconds, comes_again) in [*ending.items()]:
                     members = workers[first : first + island]
                     for member in members:
@@ -264,11 +265,3 @@ def _catch_signals(caught: list[signal.Signals]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _going_on(left: int) -> str:
-    return "" if not left else f"; {left} worker{'s' * (left > 1)} go{'es' * (left == 1)} on"
-
-
-def _print(text: str) -> None:
-    print(f"gossipgrad: {text}", file=sys.stderr, flush=True)

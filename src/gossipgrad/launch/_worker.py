@@ -115,11 +115,6 @@ class Worker:
         if isinstance(self._process, subprocess.Popen) and self._process.stdout is not None:
             self._readers.append(self._read(self._process.stdout, sys.stdout))
 
-    @property
-    def pid(self) -> int:
-        """The id of its process."""
-        return self._process.pid
-
     def poll(self) -> Exit | None:
         """How it ended, None if it runs."""
         if self.exit is None and (code := self._process.poll()) is not None:

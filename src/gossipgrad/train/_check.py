@@ -1,8 +1,6 @@
 """What can be known to be wrong before a process starts."""
 
-import multiprocessing
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from gossipgrad.data import TensorSamples
 
 from ._config import DEFAULT_LR, TrainConfig
 from ._device import check_device, find_device, with_island
-from ._job import Job
 from ._loggers import check_loggers
 from ._optimizer_options import SECTIONS
 from ._optimizers import make_optimizers
@@ -22,8 +19,8 @@ from ._tasks import load_job
 def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) -> None:
     """Refuse a run that cannot work on so many ranks, and get its data ready.
 
-    A launcher, which only waits afterwards, tries a job on a GPU in a process that ends at once:
-    its own would keep hundreds of megabytes of the GPU to the end of the run.
+    A launcher, which only waits afterwards, tries no job on a GPU: it would keep hundreds of
+    megabytes of it to the end of the run.
 
     Raises:
         ValueError: An option does not fit another, the data or this machine.
@@ -45,13 +42,9 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
     if config.job is None:
         data.prepare(config.data, config.data_dir)
     job, name = load_job(config), f"--job {config.job}" if config.job else config.data
-    if config.job is not None:
-        if is_launcher and find_device(config, rank=0).type != "cpu":
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=context) as process:
-                process.submit(_try_out, config).result()
-        else:
-            _try_out(config, job)
+    device = find_device(config, rank=0)
+    if config.job is not None and (device.type == "cpu" or not is_launcher):
+        job.try_out(config.batch_size, device)
     make_optimizers(config.resolved(nproc=world_size, out=Path()), job.model, job)
     num_samples, in_memory, has_labels = world_size, False, False
     if job.train_loader is None:
@@ -85,11 +78,6 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
         )
     if config.shuffle != "global" and config.shards == "by-label" and not has_labels:
         raise ValueError(f"{name} has no labels to shard by; use --shards random.")
-
-
-def _try_out(config: TrainConfig, job: Job | None = None) -> None:
-    job = load_job(config) if job is None else job
-    job.try_out(config.batch_size, find_device(config, rank=0))
 
 
 def _warn_of_own_optimizer(config: TrainConfig) -> None:

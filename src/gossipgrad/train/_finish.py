@@ -55,11 +55,10 @@ class Ends:
             return None if text is None else json.loads(text)
         return None
 
-    def clean_up(self, ranks: Iterable[int]) -> None:
+    def clean_up(self) -> None:
         """Remove what a run that failed has left, but not what its ranks have learned."""
         self.run_dir.invitation.unlink(missing_ok=True)
-        has_result = any("result" in (self.read(rank) or {}) for rank in ranks)
-        if not has_result and not any(self.run_dir.partial.glob("joined-rank*")):
+        if not any("result" in (self.read(rank) or {}) for rank in self.run_dir.ranks_seen()):
             self.run_dir.remove_partial()
 
 
@@ -229,7 +228,7 @@ def _loss(rank: int, end: End, ranks: list[RankResult], run_dir: RunDir) -> dict
     cause = f"was taken for dead: {known['why']}" if known else "ended and wrote no result"
     return {
         "cause": end.get("cause", cause),
-        "step": _last_step(run_dir, rank).get("step", 0),
+        "step": max((event["step"] for event in _steps(run_dir, rank)), default=0),
         "when_seconds": known.get("when_seconds") or end.get("when_seconds"),
         "generation": known.get("generation"),
     }
@@ -240,21 +239,19 @@ def _part_of(rank: int, result: RankResult | None, run_dir: RunDir) -> dict[str,
     if result is not None:
         end = "left" if result.left else "finished"
         return {"steps": result.steps, "samples": result.samples, "end": end}
-    last = _last_step(run_dir, rank)
-    begun = step = last.get("step", 0)
-    with suppress(KeyError, OSError, ValueError):
-        begun = json.loads(run_dir.rank_joined(rank).read_text())["step"]
-    return {"steps": max(0, step - begun), "samples": last.get("samples", 0), "end": "lost"}
+    steps = _steps(run_dir, rank)
+    first, last = (steps[0], steps[-1]) if steps else ({"step": 1}, {"step": 0, "samples": 0})
+    return {"steps": last["step"] - first["step"] + 1, "samples": last["samples"], "end": "lost"}
 
 
-def _last_step(run_dir: RunDir, rank: int) -> dict[str, Any]:
-    """The last step in the metrics of a rank; a line that it could not finish does not count."""
+def _steps(run_dir: RunDir, rank: int) -> list[dict[str, Any]]:
+    """The steps in the metrics of a rank; a line that it could not finish does not count."""
+    events: list[dict[str, Any]] = []
     with suppress(OSError):
-        for line in reversed(run_dir.metrics(rank).read_text().splitlines()):
+        for line in run_dir.metrics(rank).read_text().splitlines():
             with suppress(ValueError):
-                if (event := json.loads(line)).get("event") == "step":
-                    return event
-    return {}
+                events.append(json.loads(line))
+    return [event for event in events if event.get("event") == "step"]
 
 
 def _notes(ranks: list[RankResult], exported: RankResult) -> list[str]:

@@ -15,16 +15,12 @@ from gossipgrad import checkpoint
 
 _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 # All that a run leaves in its folder, but for its lock and its checkpoints.
-_FILES = re.compile(
-    r"""(config|summary)\.json(\.partial)?
-    | (model|best)\.safetensors(\.partial)? | trace\.json | report\.html
-    | invitation\.json(\.partial)?
-    | (former/)?metrics-rank\d+(-\d+)?\.jsonl
-    | errors-(rank|join)\d+\.txt
-    | evicted-rank\d+(-\d+)?\.safetensors
-    | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
-    | partial/(opened|resumes|(result|joined|model|trace|lives)-rank\d+(\.\w+)+)""",
-    re.VERBOSE,
+_FILES = (
+    *("config.json*", "summary.json*", "trace.json", "report.html", "invitation.json*"),
+    *("model.safetensors*", "best.safetensors*", "evicted-rank*.safetensors"),
+    *("metrics-rank*.jsonl", "former/metrics-rank*.jsonl", "errors-rank*.txt", "errors-join*.txt"),
+    *("tensorboard/rank*/events.out.tfevents.*", "partial/*-rank*"),
+    *("partial/opened", "partial/resumes"),
 )
 _POLL_SECONDS = 0.05
 # A process that was killed may hold its lock for a moment longer.
@@ -91,9 +87,10 @@ class RunDir:
         """Locked by a rank for as long as it lives."""
         return self.partial / f"lives-rank{rank}.lock"
 
-    def rank_joined(self, rank: int) -> Path:
-        """How a rank came in that joined the run."""
-        return self.partial / f"joined-rank{rank}.json"
+    def ranks_seen(self) -> list[int]:
+        """Ranks that have begun, with those that joined."""
+        names = [path.stem for path in self.partial.glob("lives-rank*.lock")]
+        return [int(name.removeprefix("lives-rank")) for name in names]
 
     def rank_model(self, rank: int) -> Path:
         return self.partial / f"model-rank{rank}.safetensors"
@@ -133,9 +130,7 @@ class RunDir:
 
     def files(self) -> list[Path]:
         """What is there under a name that a run gives its files."""
-        patterns = ("*", "former/*", "partial/*", "tensorboard/*/*")
-        found = (path for pattern in patterns for path in self.path.glob(pattern))
-        return [path for path in found if _FILES.fullmatch(path.relative_to(self.path).as_posix())]
+        return [path for pattern in _FILES for path in self.path.glob(pattern)]
 
     def check_replaceable(self) -> None:
         """Raise `ValueError` if a run would remove or replace what no run has left there."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -286,9 +286,6 @@ class RunJoiner:
         mailbox = AskedStore(dist.PrefixStore(MAILBOX, root), timeout_seconds=_STORE_SECONDS)
         self._held.enter_context(held(self._run_dir.rank_lock(self.rank)))
         self.ends = Ends(self._run_dir, mailbox)
-        begun = self.invitation["strategy"]["ahead"] + session.position
-        with suppress(OSError):  # a run that is over, or a folder of this machine alone
-            self._run_dir.rank_joined(self.rank).write_text(json.dumps({"step": begun}))
         thread = threading.Thread(target=self._watch, args=(StopFlag(store),), daemon=True)
         thread.start()
         self._held.callback(thread.join)

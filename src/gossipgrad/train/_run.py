@@ -98,7 +98,7 @@ class _Launcher:
                 return self._outcome(launched)
             finally:
                 if not self._run_dir.is_complete:
-                    self._ends.clean_up(range(self._nproc))
+                    self._ends.clean_up()
                 if sys.stdout.isatty() and not self._config.quiet:
                     print(_SHOW_CURSOR, end="", flush=True)  # a killed worker may have hidden it
 
@@ -134,8 +134,7 @@ class _Launcher:
     def _await_joined(self) -> None:
         """Keep the store for those who joined and still train, until the run is put together."""
         run_dir = self._run_dir
-        names = (path.stem for path in run_dir.partial.glob("joined-rank*.json"))
-        living = [int(name.removeprefix("joined-rank")) for name in names]
+        living = [rank for rank in run_dir.ranks_seen() if rank >= self._nproc]
         while living and not run_dir.is_complete:
             living = [rank for rank in living if is_held(run_dir.rank_lock(rank), otherwise=False)]
             time.sleep(_POLL_SECONDS)

@@ -168,7 +168,6 @@ def _deciding(config: TrainConfig) -> dict[str, Any]:
 # leave out one here and another there, and few are complete.
 _WRITE_SECONDS = 2.0
 _LAST_SECONDS = 60.0  # the same, for the last one
-_OF_A_RUN = frozenset({"strategy", "random", "loop"})  # beside replica and session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,8 +357,6 @@ class Checkpoints:
         }
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
-        if missing := sorted(_OF_A_RUN - state.keys()):
-            return f"it was not saved by a run of the command, for it lacks {missing[0]!r}"
         if (why := is_behind(self._config, state["loop"]["epoch"])) is not None:
             return why
         if self._strategy.session is None:
