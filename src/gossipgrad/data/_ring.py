@@ -9,6 +9,7 @@ What becomes of the rows of one batch, at their sender (above) and their receive
 
 import logging
 import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection
 
@@ -49,6 +50,8 @@ class Ring:
         members: Collection[int],
     ) -> None:
         self.transport, self.rows = transport, rows
+        # The links of a ring that nobody closed end with it.
+        weakref.finalize(self, transport.close).atexit = False  # pyrefly: ignore[missing-attribute]
         self.rank, self.world_size = transport.rank, transport.world_size
         self.gone = {rank for rank in range(self.world_size) if rank not in members}
         self.rows_out = self.rows_in = self.rows_lost = 0
