@@ -66,7 +66,6 @@ class KLShampoo(Eigenbasis):
     """
 
     role = "kl_shampoo"
-    is_ordered = False  # as published: eigenvalues stay with their columns
 
     def __init__(
         self,
