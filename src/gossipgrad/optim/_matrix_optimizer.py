@@ -127,7 +127,7 @@ class MatrixOptimizer(Optimizer):
             raise ValueError(f"role={role!r} is neither {self.role!r} nor {ADAMW!r}")
         decay = {"weight_decay": self.defaults["weight_decay"]}
         group = {**self._settings[role], **decay, **param_group}
-        numbers = ("lr", group["lr"]), ("weight_decay", self._decay(group))
+        numbers = ("lr", group["lr"]), ("weight_decay", group["weight_decay"])
         for name, number in numbers:
             if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
                 raise ValueError(f"{name}={number!r} must be a finite number from 0")
@@ -181,7 +181,7 @@ class MatrixOptimizer(Optimizer):
     def __repr__(self) -> str:
         lines = []
         for group in self.param_groups:
-            decay = f"weight decay {self._decay(group):g}"
+            decay = f"weight decay {group['weight_decay']:g}"
             if group["role"] == ADAMW:
                 shown = [f"betas {tuple(group['betas'])}", f"eps {group['eps']:g}"]
             else:
@@ -284,9 +284,6 @@ class MatrixOptimizer(Optimizer):
         return torch.zeros_like(
             parameter, dtype=widened(parameter.dtype), memory_format=torch.preserve_format
         )
-
-    def _decay(self, group: Mapping[str, Any]) -> float:
-        return group.get("weight_decay", self.defaults["weight_decay"])
 
     def _by_role(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Split a group without a role into matrices and the rest."""

@@ -4,7 +4,6 @@ from ._advise import Advice as Advice
 from ._advise import Choice as Choice
 from ._advise import advise as advise
 from ._collective_steps import AllReduce as AllReduce
-from ._collective_steps import CountCost as CountCost
 from ._collective_steps import Local as Local
 from ._collective_steps import Sparse as Sparse
 from ._gossip_steps import Gossip as Gossip

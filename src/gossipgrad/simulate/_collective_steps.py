@@ -1,7 +1,7 @@
 """When steps end with all-reduce of gradients, with sparse gradients, or without communication."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from gossipgrad.planning import (
 from ._model import Setting, Steps, Strategy, Times, by_size, check_counts
 from ._network import Network
 
-__all__ = ["AllReduce", "CountCost", "Local", "Sparse"]
+__all__ = ["AllReduce", "Local", "Sparse"]
 
 _PAIR_BYTES = 8  # a float32 and its index
 _GATHERING_RANKS = 8  # with more, gg.sparsify splits and reduces
@@ -89,16 +89,14 @@ class AllReduce(Strategy):
         return _GroupedSteps(profile, groups, 2 * (p - 1) / p * width * sum(profile.elements))
 
 
-@dataclass(frozen=True, slots=True)
-class CountCost:
-    """A start-up time, and a time for each element or pair."""
+def _select(elements: Any) -> Any:
+    """Seconds of selecting and packing, of a GPU."""
+    return 1e-4 + 2e-9 * elements
 
-    start_up_seconds: float
-    each_seconds: float
 
-    def __call__(self, count: Any) -> Any:
-        """Seconds for so many."""
-        return self.start_up_seconds + self.each_seconds * count
+def _decode(pairs: Any) -> Any:
+    """Seconds of adding up values and indices that arrive, of a GPU."""
+    return 5e-9 * pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +112,10 @@ class Sparse(Strategy):
 
     Attributes:
         density: The share of a sparse group that is sent, above 0 and at most 1.
-        select: Seconds by elements of selecting and packing; by default of a GPU.
-        decode: Seconds by pairs of value and index of adding up what arrives.
     """
 
     name: str = "sparse"
     density: float = 0.01
-    select: Callable[[Any], Any] = CountCost(1e-4, 2e-9)
-    decode: Callable[[Any], Any] = CountCost(0.0, 5e-9)
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -136,18 +130,18 @@ class Sparse(Strategy):
             gather,
             density=self.density,
             world_size=world_size,
-            select=self.select,
+            select=_select,
             pair_bytes=_PAIR_BYTES,
-            scatter=self.decode,
+            scatter=_decode,
         )
         if world_size > _GATHERING_RANKS:
 
             def split_and_reduce(elements: Any) -> Any:
                 # Parts go to their owners as bytes go in an all-gather of such parts.
                 pairs = np.maximum(np.floor(self.density * elements), 1.0)
-                return 2 * (gather(_PAIR_BYTES * np.ceil(pairs / world_size)) + self.decode(pairs))
+                return 2 * (gather(_PAIR_BYTES * np.ceil(pairs / world_size)) + _decode(pairs))
 
-            sparse = Method("sparse", self.select, split_and_reduce)
+            sparse = Method("sparse", _select, split_and_reduce)
         reduce = network.all_reduce(world_size)
         methods = [sparse, dense_all_reduce(reduce, element_bytes=profile.element_bytes)]
         found = plan(profile.backward_seconds, profile.elements, methods)

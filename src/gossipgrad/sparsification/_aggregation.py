@@ -167,10 +167,9 @@ class Aggregation:
             groups.append(made)
         self.names, self.parameters = names, list(by_name.values())
         self.groups, self.merges = groups, tuple(merges)
-        self.passes.reorder(self.parameters)
         if self.density:
             self._use(self.density)
-        self.passes.regroup([merge.stop - merge.start for merge in merges])
+        self.passes.regroup(self.parameters, [merge.stop - merge.start for merge in merges])
 
     def unsent(self) -> dict[str, Unsent]:
         """Return what is not sent yet by parameter name, in the order of backward."""

@@ -54,7 +54,7 @@ class GradientHooks:
         self._group_of: list[int] = []
         self._missing: list[int] = []
         self._callback: weakref.ref[_Callback] | None = None
-        self._use(parameters)
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         # The garbage collector does not see hooks that torch keeps in C++: a hook that referenced
         # this object and so the parameters would never be freed.
         on_gradient = weakref.WeakMethod(self._on_gradient)
@@ -73,15 +73,12 @@ class GradientHooks:
             self.remove()
             raise
 
-    def regroup(self, sizes: Sequence[int]) -> None:
-        """Replace the groups, given by their numbers of parameters; between passes."""
+    def regroup(self, parameters: Sequence[nn.Parameter], sizes: Sequence[int]) -> None:
+        """Replace the order of parameters, and the groups by their sizes; between passes."""
+        self.fresh = [self.fresh[self._index_of[id(parameter)]] for parameter in parameters]
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._sizes = list(sizes)
         self._group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
-
-    def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Change the order of the parameters; call `regroup` next."""
-        self.fresh = [self.fresh[self._index_of[id(parameter)]] for parameter in parameters]
-        self._use(parameters)
 
     def open(self) -> None:
         """Begin a pass, at the first gradient or without a backward."""
@@ -104,9 +101,6 @@ class GradientHooks:
         """Removes the hooks."""
         self.enabled = False
         _remove(self.handles)
-
-    def _use(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
 
     def _launch_next(self) -> None:
         self._launched += 1
