@@ -31,7 +31,10 @@ def test_a_folder_that_is_no_run_is_never_cleaned(name, tmp_path, overwrite):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_no_run_would_replace_stays_where_it_is(tmp_path, overwrite):
-    names = ("errors-of-mine.txt", "tensorboard/events.out", "former/old.txt")
+    names = (
+        *("errors-of-mine.txt", "tensorboard/events.out", "former/old.txt"),
+        *("config.json.mine", "model.safetensors.old"),
+    )
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")

@@ -15,12 +15,13 @@ from gossipgrad import checkpoint
 
 _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 # All that a run leaves in its folder, but for its lock and its checkpoints.
-_FILES = (
-    *("config.json*", "summary.json*", "trace.json", "report.html", "invitation.json*"),
-    *("model.safetensors*", "best.safetensors*", "evicted-rank*.safetensors"),
-    *("metrics-rank*.jsonl", "former/metrics-rank*.jsonl", "errors-rank*.txt", "errors-join*.txt"),
-    *("tensorboard/rank*/events.out.tfevents.*", "partial/*-rank*"),
-    *("partial/opened", "partial/resumes"),
+_FILES = re.compile(
+    r"""(config|summary|invitation)\.json(\.partial)? | (model|best)\.safetensors(\.partial)?
+    | trace\.json | report\.html | (former/)?metrics-rank\d+(-\d+)?\.jsonl
+    | errors-(rank|join)\d+\.txt | evicted-rank\d+(-\d+)?\.safetensors
+    | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
+    | partial/(opened|resumes|(result|model|trace|lives)-rank\d+(\.\w+)+)""",
+    re.VERBOSE,
 )
 _POLL_SECONDS = 0.05
 # A process that was killed may hold its lock for a moment longer.
@@ -130,7 +131,10 @@ class RunDir:
 
     def files(self) -> list[Path]:
         """What is there under a name that a run gives its files."""
-        return [path for pattern in _FILES for path in self.path.glob(pattern)]
+        patterns = ("*", "former/*", "partial/*", "tensorboard/*/*")
+        found = (path for pattern in patterns for path in self.path.glob(pattern))
+        # Exact names: what is here may be removed, and a copy beside it is the user's.
+        return [path for path in found if _FILES.fullmatch(path.relative_to(self.path).as_posix())]
 
     def check_replaceable(self) -> None:
         """Raise `ValueError` if a run would remove or replace what no run has left there."""
