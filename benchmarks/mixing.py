@@ -70,6 +70,7 @@ WAYS = {
     "sync": Way(mode="sync"),
     "sync, momentum": Way(2, "sync", momentum=0.5),
     "sync, c": Way(mode="sync", c=0.2),
+    "sync, c, in bf16": Way(0.5, "sync", c=0.2, wire=HALF),
     "sync, c, two in bf16": Way(mode="sync", w=0.65, c=0.35, partners=2, wire=HALF),
     "sync, one after the other in bf16": Way(mode="sync", rounds=2, wire=HALF),
     "sync, c, one after the other in bf16": Way(mode="sync", c=0.2, rounds=2, wire=HALF),
