@@ -131,13 +131,14 @@ class Saver:
             copy = _Copies(self._buffers)
             tree = copied(state, copy)
             copy.finish()
-        except (MemoryError, RuntimeError) as error:  # no memory
+            write = self._writer.submit(commit, self.directory, tree, part, keep=self._keep)
+        except (MemoryError, RuntimeError) as error:  # no memory, or no thread
             self._buffers = []
             self._fail(error)
             self.wait(0.0)
             return False
         self._buffers, self._error, self._writing = copy.made, None, step
-        self._write = self._writer.submit(commit, self.directory, tree, part, keep=self._keep)
+        self._write = write
         return True
 
     def wait(self, timeout_seconds: float) -> bool:

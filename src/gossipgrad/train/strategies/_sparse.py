@@ -53,13 +53,6 @@ class SparseConfig:
         check_density(self.density)
 
 
-def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int:
-    """Of each stage of the density's warm-up."""
-    if options.density_warmup_steps is not None:
-        return options.density_warmup_steps
-    return total_steps // (len(_STAGES) * max(epochs, 2))
-
-
 class Sparse(Lockstep):
     """A session of `gg.sparsify`."""
 
@@ -69,7 +62,9 @@ class Sparse(Lockstep):
         if "sparse" in methods:
             self.against_divergence = "lower --lr, or give more --density-warmup-steps"
         density: float | Warmup = options.density
-        stage_steps = warmup_steps(options, epochs=setting.epochs, total_steps=setting.total_steps)
+        stage_steps = options.density_warmup_steps
+        if stage_steps is None:
+            stage_steps = setting.total_steps // (len(_STAGES) * max(setting.epochs, 2))
         if stage_steps:
             density = Warmup(steps=stage_steps, then=options.density)
         dtype = options.value_dtype

@@ -147,12 +147,8 @@ class StopFlag:
 
 def explain(error: RuntimeError, what: str) -> RuntimeError:
     """The error to raise for one that `what`, a collective of all ranks, has raised."""
-    if not _is_lost_peer(error):
+    text = str(error)  # Gloo's errors are plain RuntimeErrors
+    is_known = isinstance(error, dist.DistError | GossipError)
+    if not is_known and "gloo" not in text and "Connection" not in text:
         return error
     return PeerLostError(f"{what} failed because a rank is gone ({first_line(error)})")
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """Whether Gloo raised this: its errors are plain RuntimeErrors."""
-    text = str(error)
-    return isinstance(error, dist.DistError | GossipError) or "gloo" in text or "Connection" in text
