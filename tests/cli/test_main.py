@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import runpy
@@ -84,6 +85,17 @@ def test_options_that_cannot_be_read_are_one_line(line, tmp_path, monkeypatch, c
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("gossipgrad: error: ")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_the_line_says_what_is_wrong_in_any_terminal(encoding, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for line, said in (
+        ("train --no-such-option", "unrecognized options: --no-such-option; see"),
+        ("train --epochs many", "--epochs: invalid literal for int() with base 10: 'many'; see"),
+    ):
+        assert cli.main(line.split()) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_an_error_after_the_options_were_checked_keeps_its_traceback(monkeypatch, tmp_path):

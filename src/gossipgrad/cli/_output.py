@@ -46,8 +46,11 @@ def parse(
 
 
 def _one_line(box: str, command: str) -> str:
-    """What tyro says in a box: a title, a rule, what is wrong, and perhaps help after a rule."""
-    _, wrong, *_ = re.split(r"^\W*-{9,}\W*$", box, maxsplit=2, flags=re.MULTILINE)
+    """What tyro says in a box: a title, what is wrong, and perhaps help after a rule."""
+    _, rest = box.strip("\n").split("\n", 1)
+    # Only a terminal without UTF-8 has a rule below the title, too.
+    parts = re.split(r"^\W*[-\u2500]{9,}\W*$", rest, flags=re.MULTILINE)
+    wrong = next(part for part in parts if re.search(r"\w", part)).replace("\u2502", " ")
     text = re.sub(r"(?<=\)) (?=\.)", "", " ".join(wrong.split()))
     text = re.sub(r"^Error parsing [^-]\S*: ", "", text)
     if found := re.match(
