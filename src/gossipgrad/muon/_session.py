@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -428,25 +428,16 @@ def _flows_of(
 
     A delta is then computed in their type from what both ends sent, so no sum over ranks is lost.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Entry]] = {}
+    by_wire: dict[torch.dtype, list[Entry]] = {}
     for label, tensor, parameter in tensors:  # not of the session, which no flow may reference
         wire = settings.wire_dtype or widened(parameter.dtype)
         spec = TensorSpec(f"{label}: {name}", tuple(tensor.shape), tensor.dtype)
         entry = Entry(spec, parameter, lambda tensor=tensor: tensor)
-        limit_bytes = settings.bucket_bytes * tensor.itemsize // wire.itemsize
-        groups.setdefault((tensor.device, wire), []).extend(entry.pieces(limit_bytes))
+        by_wire.setdefault(wire, []).append(entry)
     flows: list[Flow] = []
-    for (_, wire), entries in groups.items():
-        flow = Flow(
-            name,
-            Phase.NEVER,
-            entries,
-            first_bucket=sum(len(flow.buckets) for flow in (*behind, *flows)),
-            bucket_bytes=settings.bucket_bytes,
-            wire_dtype=wire,
-            snapshots=settings.snapshots,
-        )
-        flows.append(flow)
+    for wire, entries in by_wire.items():
+        of_wire, before = replace(settings, wire_dtype=wire), (*behind, *flows)
+        flows += Flow.per_device(name, Phase.NEVER, entries, of_wire, behind=before)
     return flows
 
 
