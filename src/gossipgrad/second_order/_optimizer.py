@@ -282,7 +282,7 @@ class SecondOrder(MatrixOptimizer):
         """End threads, after the roots that they compute; a later step starts new ones."""
         for unit in self._units:
             for job in unit.jobs.values():
-                job.exception()  # waits
+                self.refresher.wait(job)
         self.refresher.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -167,13 +167,8 @@ class Refresher:
     def finish(self, job: Job, device: torch.device) -> Tensor:
         """Return a job's value on a device; wait for it if it is not there."""
         if not job.done():
-            if self._pool is not None and self._process != os.getpid():
-                raise GossipError(
-                    "a forked child has none of the threads that compute roots: make the optimizer "
-                    "in the child, or give it Refresh(delay=0)"
-                )
             start = time.perf_counter()
-            job.exception()  # waits
+            self.wait(job)
             end = time.perf_counter()
             self.stats.waits += 1
             self.stats.waited_seconds += end - start
@@ -184,6 +179,15 @@ class Refresher:
             self._side_of(device)[0].wait(mark)
         self._look_at_failures()
         return value.to(device, non_blocking=True)
+
+    def wait(self, job: Job) -> None:
+        """Wait until a job has ended."""
+        if not job.done() and self._pool is not None and self._process != os.getpid():
+            raise GossipError(
+                "a forked child has none of the threads that compute roots: make the optimizer in "
+                "the child, or give it Refresh(delay=0)"
+            )
+        job.exception()
 
     def close(self) -> None:
         """End the threads, after the roots that they compute. May be called twice."""
