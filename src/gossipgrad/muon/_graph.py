@@ -135,10 +135,9 @@ def _check(weights: Float[np.ndarray, "rank rank"], backbone: str) -> None:
     worst = max(others, key=rule.radius, default=0.0)
     if not others or rule.radius(worst) < 1 - _ROUNDING:
         return
-    needs = {
-        "ed": "every eigenvalue above -1/3",
-        "extra": "every eigenvalue above -1/3",
-    }.get(backbone, "roots of z^2 - (1 - b^2 + ac) z + ac < 1")
+    needs = "roots of z^2 - (1 - b^2 + ac) z + ac < 1"
+    if backbone in ("ed", "extra"):
+        needs = "every eigenvalue above -1/3"
     lazily = max(rule.radius((1 + each) / 2) for each in others) < 1 - _ROUNDING
     ways = ["lazy=True, which takes (I + W) / 2"] * lazily
     ways += [

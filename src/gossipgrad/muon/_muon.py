@@ -22,7 +22,7 @@ from gossipgrad.muon._layouts import (
     tensor_of,
 )
 from gossipgrad.muon._polar import polarise, product_dtype, resolve_polar
-from gossipgrad.muon._sharing import find_unequal_gradients, update_shared
+from gossipgrad.muon._sharing import update_shared
 from gossipgrad.optim import MatrixOptimizer, Parameters, unwrapped
 
 __all__ = ["Muon"]
@@ -260,10 +260,14 @@ class Muon(MatrixOptimizer):
                 if ranks is not None and ranks.size() > 1:
                     sharing.setdefault(ranks, []).append((name, p))
         for ranks, named in sharing.items():
-            if unequal := find_unequal_gradients([p for _, p in named], ranks):
-                (index, count), others = unequal[0], len(unequal) - 1
+            has_gradient = [p.grad is not None for _, p in named]
+            counts = torch.tensor(has_gradient, dtype=torch.int32, device=named[0][1].device)
+            dist.all_reduce(counts, group=ranks)
+            of_ranks = zip(named, counts.tolist(), strict=True)
+            if unequal := [(name, n) for (name, _), n in of_ranks if 0 < n < ranks.size()]:
+                (first, count), others = unequal[0], len(unequal) - 1
                 raise AgreementError(
-                    f"{named[index][0]} has a gradient on {count} of {ranks.size()} ranks "
+                    f"{first} has a gradient on {count} of {ranks.size()} ranks "
                     f"(and {others} more on some only): ranks that share the work of gg.Muon need "
                     "equal gradients. Freeze a parameter on all ranks or on none, and let "
                     "DistributedDataParallel average gradients, with find_unused_parameters=True "

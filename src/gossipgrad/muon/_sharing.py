@@ -20,7 +20,7 @@ from torch import Tensor
 from gossipgrad.muon._layouts import Layout, sides_of
 from gossipgrad.optim import distribute
 
-__all__ = ["find_unequal_gradients", "update_shared"]
+__all__ = ["update_shared"]
 
 _CHUNK_BYTES = 16 << 20  # of factors, at least: a smaller message costs more than its bytes
 
@@ -130,19 +130,6 @@ class _Rows(_Copies):
         return sum(
             _rows(shape[0], self._group.size(), rank) * shape[1:].numel() for shape in shapes
         )
-
-
-def find_unequal_gradients(
-    parameters: Sequence[Tensor], group: dist.ProcessGroup
-) -> list[tuple[int, int]]:
-    """Return indices of parameters with a gradient on some ranks only, and on how many.
-
-    A collective of the group. The plan of `update_shared` needs the same parameters on all ranks.
-    """
-    has_gradient = [parameter.grad is not None for parameter in parameters]
-    counts = torch.tensor(has_gradient, dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(counts, group=group)
-    return [(i, n) for i, n in enumerate(counts.tolist()) if 0 < n < group.size()]
 
 
 @torch.no_grad()
