@@ -121,7 +121,7 @@ def check_counts(stats, spans, storm):
 
 def given_up(caplog):
     """Rounds that a waiting rank gave up after it had sent its part: it must say so."""
-    words = re.compile(r"rank (\d+): gave up round (\d+) with rank (\d+), which is late; the mean")
+    words = re.compile(r"rank (\d+): gave up round (\d+) with rank (\d+), which is late")
     found = [words.match(record.getMessage()) for record in caplog.records]
     return [tuple(int(number) for number in match.groups()) for match in found if match]
 
