@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gossipgrad.cli import main
 from gossipgrad.data import ShardedSampler
-from gossipgrad.train import Job, JobError
+from gossipgrad.train import Job, JobError, TrainConfig, check
 from support.alone import resume_alone, run_alone
 from support.jobs import name_job
 from support.launched import count
@@ -358,6 +358,15 @@ def test_a_job_can_end_processes_that_it_starts(project: Path):
     options = ["--nproc", "1", "--epochs", "1", "--out", "run", "--quiet"]
     assert main(["train", "--job", "others:job", *options]) == 0
     assert summary(project / "run")["accuracy"] == 1.0
+
+
+def test_options_that_a_loader_decides_are_told(monkeypatch):
+    config = TrainConfig(job=name_job(monkeypatch, _loaded), batch_size=64, data_threads=4)
+    with pytest.warns(UserWarning, match="is not used") as warned:
+        check(config, 2)
+    told = [str(one.message) for one in warned]
+    assert any("batch_size=64 is not used" in one for one in told)
+    assert any("data_threads=4 is not used" in one for one in told)
 
 
 def test_a_job_with_its_own_loader_is_resumed_in_the_middle_of_an_epoch(

@@ -56,6 +56,8 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
             f"shuffle is {config.shuffle}, but the loader of {name} assigns the samples: leave "
             "--shuffle out."
         )
+    else:
+        _warn_of_unused(config, "Job.train_loader makes the batches", "batch_size", "data_threads")
     if own := job.optimizer is not None:
         _warn_of_own_optimizer(config)
     steps = config.total_steps(job.epoch_batches(config.step_samples, world_size))
@@ -86,7 +88,12 @@ def _warn_of_own_optimizer(config: TrainConfig) -> None:
             warnings.warn(
                 f"{config.options[section]} is not used: the job has an optimizer.", stacklevel=3
             )
-    for name in ("optimizer", "lr", "lr_rule", "weight_decay"):
+    of_optimizer = ("optimizer", "lr", "lr_rule", "weight_decay")
+    _warn_of_unused(config, "the job has an optimizer", *of_optimizer)
+
+
+def _warn_of_unused(config: TrainConfig, why: str, *names: str) -> None:
+    for name in names:
         usual = (TrainConfig.__dataclass_fields__[name].default, DEFAULT_LR[config.optimizer])
         if (value := getattr(config, name)) not in usual:
-            warnings.warn(f"{name}={value} is not used: the job has an optimizer.", stacklevel=3)
+            warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=4)
