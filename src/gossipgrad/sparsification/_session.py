@@ -222,9 +222,6 @@ class SparseSession(Session):
             check_parameters(self._trained())
         return []
 
-    def _describe(self) -> dict[str, Any]:
-        return self.settings.describe()
-
     def _begin(self) -> None:
         """Make the replicas equal, and create the aggregation; a collective."""
         group, replica = self.group, self.replica

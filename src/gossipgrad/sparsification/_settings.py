@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -90,17 +89,6 @@ class Settings(RoundSettings):
     def measures(self) -> bool:
         """Whether the plan needs measurements of the first steps."""
         return isinstance(self.plan, str) and self.plan in MEASURED_RULES
-
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks."""
-        return {
-            "density": repr(self.density),
-            "plan": self.plan,
-            "methods": self.methods,
-            "value_dtype": self.value_dtype,
-            "momentum_correction": self.momentum_correction,
-            "clip_norm": self.clip_norm,
-        }
 
 
 def check_listeners(scaler: object, recorder: object) -> None:
