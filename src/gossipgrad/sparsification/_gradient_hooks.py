@@ -63,12 +63,12 @@ class GradientHooks:
             if (method := on_gradient()) is not None:
                 method(parameter)
 
-        self.handles: list[RemovableHandle] = []  # they do not reference this object
+        self._handles: list[RemovableHandle] = []  # they do not reference this object
         # A session that is dropped unclosed leaves no hooks on its model.
-        weakref.finalize(self, _remove, self.handles)
+        weakref.finalize(self, _remove, self._handles)
         try:
             for parameter in parameters:
-                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         except BaseException:
             self.remove()
             raise
@@ -100,7 +100,7 @@ class GradientHooks:
     def remove(self) -> None:
         """Removes the hooks."""
         self.enabled = False
-        _remove(self.handles)
+        _remove(self._handles)
 
     def _launch_next(self) -> None:
         self._launched += 1

@@ -1,14 +1,13 @@
 """The session of `sparsify`: averages gradients by sparse messages."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
     Group,
@@ -244,9 +243,8 @@ class SparseSession(Session):
             self._watch = StepWatch(replica.model, replica.optimizers, aggregation, self._scaler)
             self._arm()
         # It does not reference the session: dropping model and optimizers is enough to close.
-        aggregation = self._aggregation
-        of_rounds = () if aggregation is None else (aggregation.queue, aggregation.passes.handles)
-        self._finalizer = weakref.finalize(self, _leave, group, *of_rounds)
+        queue = None if self._aggregation is None else self._aggregation.queue
+        self._finalizer = weakref.finalize(self, _leave, group, queue)
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def _rebuilt(self, gradient_map: Callable[[str, Tensor], Tensor] | None) -> None:
@@ -326,11 +324,7 @@ class SparseSession(Session):
             raise GossipError(self._aggregation.broken)
 
 
-def _leave(
-    group: Group, queue: OrderedQueue | None = None, handles: Sequence[RemovableHandle] = ()
-) -> None:
-    for handle in handles:
-        handle.remove()
+def _leave(group: Group, queue: OrderedQueue | None) -> None:
     if queue is not None:
         queue.close()
     group.close()
