@@ -105,7 +105,7 @@ def test_a_loaded_state_continues_bit_for_bit(cls, dtype, where):
         t.dtype is torch.float32
         for values in optimizer.state_dict()["state"].values()
         for t in values.values()
-        if isinstance(t, torch.Tensor) and t.is_floating_point()
+        if isinstance(t, torch.Tensor) and t.is_floating_point()  # orders of columns are whole
     )
     optimizer.close()
     other.close()

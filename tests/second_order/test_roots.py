@@ -105,14 +105,16 @@ def test_a_matrix_that_fails_leaves_the_others_of_its_stack(find):
     assert find is inverse_root or found[1].isnan().all()
 
 
-def test_bases_by_cholesky_factors_are_those_of_householder(factors):
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_bases_by_cholesky_factors_are_those_of_householder(factors, is_sorted):
     """As orthogonal, and as near to eigenvectors, after steps on real factors."""
     for matrix in factors:
         off_diagonal = {}
         for on_host in (True, False):
             basis = torch.eye(matrix.shape[-1]).unsqueeze(0)
             for _ in range(12):
-                basis = power_step(matrix, basis, on_host=on_host)
+                basis, order = power_step(matrix, basis, is_sorted=is_sorted, on_host=on_host)
+            assert sorted(order[0].tolist()) == list(range(matrix.shape[-1]))
             gram = basis.mT @ basis
             assert (gram - torch.eye(len(gram[0]))).abs().max() < 1e-5
             found = (basis.mT @ matrix @ basis)[0].double()
@@ -126,7 +128,8 @@ def test_power_steps_converge_to_the_eigenbasis():
     d = torch.logspace(0, -4, 12, dtype=torch.float64)
     basis = torch.eye(12, dtype=torch.float64).expand(3, -1, -1)
     for _ in range(60):
-        basis = power_step(q * d @ q.mT, basis, on_host=True)
+        basis, order = power_step(q * d @ q.mT, basis, is_sorted=True, on_host=True)
+    assert order.equal(torch.arange(12).expand(3, -1))
     found = basis.mT @ (q * d @ q.mT) @ basis
     torch.testing.assert_close(found, torch.diag_embed(d).expand(3, -1, -1), rtol=0, atol=1e-6)
 
@@ -134,5 +137,7 @@ def test_power_steps_converge_to_the_eigenbasis():
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_basis_of_zeros_stays_orthogonal(on_host):
     """A layer that is not reached has factors of zeros."""
-    basis = power_step(torch.zeros(2, 40, 40), torch.eye(40).expand(2, -1, -1), on_host=on_host)
+    basis, _ = power_step(
+        torch.zeros(2, 40, 40), torch.eye(40).expand(2, -1, -1), is_sorted=True, on_host=on_host
+    )
     torch.testing.assert_close(basis.mT @ basis, torch.eye(40).expand(2, -1, -1))

@@ -66,6 +66,7 @@ class KLShampoo(Eigenbasis):
     """
 
     role = "kl_shampoo"
+    is_ordered = False  # as published: eigenvalues stay with their columns
 
     def __init__(
         self,

@@ -20,13 +20,14 @@ from gossipgrad.optim import (
     is_number,
     warn_of_nonfinite,
 )
-from gossipgrad.second_order._blocks import Block, Unit, make_units
+from gossipgrad.second_order._blocks import Unit, make_units
 from gossipgrad.second_order._refresh import (
     Job,
     Ready,
     Refresh,
     Refresher,
     RefreshStats,
+    Value,
     Work,
     completed,
     is_due,
@@ -116,6 +117,8 @@ class SecondOrder(MatrixOptimizer):
     basis."""
     roots: ClassVar[tuple[str, str]]
     """Names of the two roots or bases of a unit."""
+    is_ordered = False
+    """Whether a refresh orders the columns of bases."""
     first_call: ClassVar[int] = 0
     """The step of a unit, from 0, that first uses roots."""
 
@@ -142,11 +145,11 @@ class SecondOrder(MatrixOptimizer):
         """
         raise NotImplementedError
 
-    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Tensor]:
+    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Value]:
         """Return `Work.find` for factors as they are now."""
         raise NotImplementedError
 
-    def change_root(self, unit: Unit, side: int, new: Tensor) -> None:
+    def change_root(self, unit: Unit, side: int, new: Tensor, order: Tensor | None) -> None:
         """Change what depends on a root, which is still the old one."""
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -343,7 +346,7 @@ class SecondOrder(MatrixOptimizer):
             old = unit.tensors[root]
             if self._host_roots is not None and not self.refresher.is_on_host(unit.device):
                 old = self._host_roots.take(unit)[side]
-            work = Work(find, unit.tensors[factor], old)
+            work = Work(find, unit.tensors[factor], old, self.is_ordered)
             number = 2 * unit.index + side
             job = self.refresher.start(number, unit.step, work, is_first=call == 0)
             if call == 0 or policy.delay == 0:
@@ -351,11 +354,12 @@ class SecondOrder(MatrixOptimizer):
             else:
                 unit.jobs[side] = job
 
-    def root_spec(self, number: int) -> tuple[tuple[int, int, int], torch.dtype]:
-        """Return shape and type of the roots of a side of a unit, 2 unit + side."""
+    def root_parts(self, number: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and types of what is computed for a side of a unit, 2 unit + side."""
         unit = self.plan()[number // 2]
         count, size = len(unit.blocks), unit.shape[number % 2]
-        return (count, size, size), self.root_dtype or unit.dtype
+        root = (count, size, size), self.root_dtype or unit.dtype
+        return [root, ((count, size), torch.int64)] if self.is_ordered else [root]
 
     # -- units and their state ---------------------------------------------------------------------
 
@@ -471,8 +475,8 @@ class SecondOrder(MatrixOptimizer):
                 self.subtract(weights, each, lr * factor, decay, is_finite)
 
     def _use_root(self, unit: Unit, side: int, job: Job) -> None:
-        new = self.refresher.finish(job, unit.device)
-        self.change_root(unit, side, new)
+        new, *orders = self.refresher.finish(job, unit.device)
+        self.change_root(unit, side, new, orders[0] if orders else None)
         unit.tensors[self.roots[side]].copy_(new, non_blocking=True)
         if self._host_roots is not None:
             self._host_roots.forget(unit)
@@ -487,8 +491,8 @@ class SecondOrder(MatrixOptimizer):
                     if side in unit.jobs:
                         value = self.refresher.finish(unit.jobs[side], unit.device)
                     else:
-                        shape, dtype = self.root_spec(2 * unit.index + side)
-                        value = torch.zeros(shape, dtype=dtype)
+                        parts = self.root_parts(2 * unit.index + side)
+                        value = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in parts)
                     self._put_next(unit, side, value)
             yield
         finally:
@@ -497,18 +501,20 @@ class SecondOrder(MatrixOptimizer):
             for unit in late:
                 self._forget_next(unit)
 
-    def _put_next(self, unit: Unit, side: int, value: Tensor) -> None:
-        for block, each in zip(unit.blocks, value, strict=True):
-            self.state[block.parameter][self._name_of_next(side, block)] = each
+    def _put_next(self, unit: Unit, side: int, value: Value) -> None:
+        for name, stack in zip(self._names_of_next(side), value, strict=True):
+            for block, each in zip(unit.blocks, stack, strict=True):
+                self.state[block.parameter][f"{name}.{block.number}"] = each
 
     def _forget_next(self, unit: Unit) -> None:
         """Leave the keys, which `torch.distributed.checkpoint` looks for when it loads."""
         empty = torch.empty(len(unit.blocks), 0, device="cpu")
         for side in (0, 1):
-            self._put_next(unit, side, empty)
+            self._put_next(unit, side, (empty,) * len(self._names_of_next(side)))
 
-    def _name_of_next(self, side: int, block: Block) -> str:
-        return f"next_{self.roots[side]}.{block.number}"
+    def _names_of_next(self, side: int) -> list[str]:
+        name = f"next_{self.roots[side]}"
+        return [name, f"{name}_order"] if self.is_ordered else [name]
 
     def stays_on_host(self, name: str) -> bool:
         """Whether a tensor in `state` lies in host memory: a root, with `storage`."""
@@ -554,9 +560,10 @@ class SecondOrder(MatrixOptimizer):
                 into.copy_(state[key])
         none = torch.zeros(1)
         for side in (0, 1) if self.refresh.delay else ():
-            late = [state.get(self._name_of_next(side, block), none) for block, state in blocks]
-            if all(each.any() for each in late):  # zeros where none waits
-                unit.jobs[side] = completed(Ready(torch.stack(late)))
+            keys = self._names_of_next(side)
+            parts = [[s.get(f"{key}.{b.number}", none) for b, s in blocks] for key in keys]
+            if all(part.any() for part in parts[0]):  # zeros where none waits
+                unit.jobs[side] = completed(Ready(tuple(map(torch.stack, parts))))
 
 
 def factor_beta(group: Mapping[str, Any]) -> float:

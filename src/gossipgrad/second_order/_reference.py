@@ -17,15 +17,15 @@ Rules. The comments in the code name the line that they implement.
     S2  V = b2 V + (1 - b2) (Q_L^T G Q_R)^2.
     S3  W = W - a c Q_L (M' / (sqrt(V) + e)) Q_R^T, c = sqrt(1 - b2^k) / (1 - b1^k).
     S4  L = b L + (1 - b) G G^T, R = b R + (1 - b) G^T G.
-    S5  Every T updates, Q = QR(L Q), at first from Q = I, and no update. (The published code starts
-        from the eigenvectors, and orders the columns of Q, and V with them, by diag(Q^T L Q).)
+    S5  Every T updates, Q = QR(L Q) with the columns of Q ordered by diag(Q^T L Q), and V with
+        them; at first from Q = I, and no update (published code: the eigenvectors).
     (SOAP, Algorithm 3.)
     K1  M as S1; W = W - a Q_L (M' * s / (1 + e s)) Q_R^T, s = d_L^(-1/2) (x) d_R^(-1/2).
     K2  L = b L + (1 - b) / n G Q_R d_R^-1 Q_R^T G^T; R = b R + (1 - b) / m G^T Q_L d_L^-1 Q_L^T G.
     K3  d_L = b d_L + (1 - b) / n diag(Q_L^T G Q_R d_R^-1 Q_R^T G^T Q_L), d_R alike; both with the
         old ones; d^(-1/2) at most max(10, min(size, 4000)). They start at |G| / (m n)^(1/2), where
         the published code has 0.1, which is far above the gradients of most networks.
-    K4  Every T updates Q = QR(L Q); at first as S5, with G G^T / n.
+    K4  Every T updates Q = QR(L Q), in the order that there is; at first as S5, with G G^T / n.
     (KL-Shampoo, published code.)
     H1  S4, then every T calls X = (L / (1 - b^k) + u l I)^(-1/4), l the largest eigenvalue; Y alike
         from R.
@@ -97,10 +97,12 @@ class SOAP(_Rules):
             self.M, self.V = torch.zeros_like(G), torch.zeros_like(G)
             self.Q_L, self.Q_R = torch.eye(len(self.L)).to(G), torch.eye(len(self.R)).to(G)
             return W
-        for found in self.left.take(self.k - 1, lambda: torch.linalg.qr(self.L @ self.Q_L)):  # S5
-            self.Q_L = found[0]
-        for found in self.right.take(self.k - 1, lambda: torch.linalg.qr(self.R @ self.Q_R)):
-            self.Q_R = found[0]
+        for found in self.left.take(self.k - 1, lambda: self._basis(self.L, self.Q_L)):
+            self.Q_L, i = found
+            self.V = self.V[i]  # S5
+        for found in self.right.take(self.k - 1, lambda: self._basis(self.R, self.Q_R)):
+            self.Q_R, i = found
+            self.V = self.V[:, i]
         b1, b2 = self.b1, self.b2
         self.M = b1 * self.M + (1 - b1) * G  # S1
         self.V = b2 * self.V + (1 - b2) * (self.Q_L.T @ G @ self.Q_R) ** 2  # S2
@@ -110,6 +112,11 @@ class SOAP(_Rules):
         self.L = self.b * self.L + (1 - self.b) * G @ G.T  # S4
         self.R = self.b * self.R + (1 - self.b) * G.T @ G
         return W
+
+    @staticmethod
+    def _basis(F: Tensor, Q: Tensor) -> tuple[Tensor, ...]:
+        i = (Q.T @ F @ Q).diagonal().argsort(descending=True)  # S5
+        return torch.linalg.qr(F @ Q[:, i])[0], i
 
 
 class KLShampoo(_Rules):

@@ -27,6 +27,7 @@ __all__ = [
     "RefreshStats",
     "Refresher",
     "Share",
+    "Value",
     "Work",
     "completed",
     "is_due",
@@ -34,6 +35,7 @@ __all__ = [
     "phases_of",
 ]
 
+Value = tuple[Tensor, ...]
 Where = Literal["auto", "device", "host"]
 
 
@@ -109,18 +111,21 @@ class RefreshStats:
 class Work(NamedTuple):
     """What a unit's roots are computed from, and how."""
 
-    find: Callable[..., Tensor]
-    """Returns new roots; called with whole factors, the old roots, and `on_host=`."""
+    find: Callable[..., Value]
+    """Returns new roots, and for bases the old column of each new one; called with whole factors,
+    the old roots, and `on_host=`."""
     factor: Tensor
     """Packed factors; training changes them."""
     old: Tensor
     """Roots or bases in use. They change only when the result is used."""
+    is_ordered: bool
+    """Whether `find` returns columns."""
 
 
 class Ready(NamedTuple):
     """A job's result."""
 
-    value: Tensor
+    value: Value
     mark: Any = None
     """Of the side stream that computes it, if the host did not wait."""
 
@@ -164,7 +169,7 @@ class Refresher:
             run = partial(self._submit if is_beside else _now, compute)
         return run() if self.share is None or is_first else self.share(unit, run)
 
-    def finish(self, job: Job, device: torch.device) -> Tensor:
+    def finish(self, job: Job, device: torch.device) -> Value:
         """Return a job's value on a device; wait for it if it is not there."""
         if not job.done():
             start = time.perf_counter()
@@ -178,7 +183,7 @@ class Refresher:
         if mark is not None:
             self._side_of(device)[0].wait(mark)
         self._look_at_failures()
-        return value.to(device, non_blocking=True)
+        return tuple(each.to(device, non_blocking=True) for each in value)
 
     def wait(self, job: Job) -> None:
         """Wait until a job has ended."""
@@ -241,18 +246,22 @@ class Refresher:
         return completed(Ready(value, mark))
 
     @torch.no_grad()
-    def _value(self, work: Work, *, on_host: bool) -> tuple[Tensor, Tensor]:
+    def _value(self, work: Work, *, on_host: bool) -> tuple[Value, Tensor]:
         """Return roots, with the old ones where they failed, and how many did."""
         old = work.old.to(work.factor.dtype)
+        order = torch.arange(old.shape[-1], device=old.device).expand(len(old), -1)
         try:
-            new = work.find(unpack(work.factor, old.shape[-1]), old, on_host=on_host)
+            new, *orders = work.find(unpack(work.factor, old.shape[-1]), old, on_host=on_host)
         except Exception as error:  # LAPACK's, or of memory; the step continues with the old ones
             self._error = error
-            new = torch.full_like(old, torch.nan)
+            new, orders = torch.full_like(old, torch.nan), [order]
         is_good = new.sum((1, 2)).isfinite()
         # Contiguous: products are then those of a received copy, bit for bit.
         new = torch.where(is_good[:, None, None], new, old).to(work.old.dtype).contiguous()
-        return new, (~is_good).sum()
+        failed = (~is_good).sum()
+        if not work.is_ordered:
+            return (new,), failed
+        return (new, torch.where(is_good[:, None], orders[0], order)), failed
 
     def _look_at_failures(self) -> None:
         failed = self._on_host_failed + sum(late.read() for _, late in self._sides.values())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 __all__ = [
@@ -32,25 +32,37 @@ _PADDING = 8
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def power_step(matrices: Stack, basis: Stack, *, on_host: bool) -> Stack:
+def power_step(
+    matrices: Stack, basis: Stack, *, is_sorted: bool, on_host: bool
+) -> tuple[Stack, Int[Tensor, "k n"]]:
     """Make one step of orthogonal iteration: the Q of `matrices @ basis`.
 
     Args:
         matrices: The matrices.
         basis: Orthogonal matrices, near their eigenvectors; at first the identity.
+        is_sorted: Whether columns are first ordered by their Rayleigh quotients, large ones first.
         on_host: Whether to use LAPACK's Householder QR. Else `(A + 1e-5 |A| I) Q`, its columns at
             norm 1, becomes orthogonal by three Cholesky factors of their products, the first two of
             shifted ones. Two without shifts fail for rank-deficient factors of training.
+
+    Returns:
+        The new bases, and the index of the old column of each new one.
 
     References:
         Fukaya et al., Shifted Cholesky QR for computing the QR factorization of ill-conditioned
         matrices, 2020.
     """
     columns = basis.mT @ matrices  # of the product, as rows, for a symmetric matrix
+    if is_sorted:
+        order = (columns * basis.mT).sum(-1).argsort(-1, descending=True)
+    else:
+        order = torch.arange(basis.shape[-1], device=basis.device).expand(len(basis), -1)
     if on_host:
-        return _orthogonal(columns)
+        return _orthogonal(columns, order), order
     scale = torch.linalg.matrix_norm(matrices, keepdim=True)
     columns = columns + _SHIFT * torch.where(scale > 0, scale, 1.0) * basis.mT
+    if is_sorted:
+        columns = columns.gather(-2, order.unsqueeze(-1).expand_as(columns))
     product = columns.mT
     shift = 8 * torch.finfo(product.dtype).eps * product.shape[-1]
     for added in (shift, shift, 0.0):
@@ -60,7 +72,7 @@ def power_step(matrices: Stack, basis: Stack, *, on_host: bool) -> Stack:
         factor, info = torch.linalg.cholesky_ex(gram, upper=True)
         product = torch.linalg.solve_triangular(factor, product, upper=True, left=False)
         product = torch.where(info[:, None, None] == 0, product, torch.nan)
-    return product
+    return product, order
 
 
 def inverse_root(matrices: Stack, eps: float) -> Stack:
@@ -155,15 +167,15 @@ def exact_products() -> Iterator[None]:
                 backend.fp32_precision = precision
 
 
-def _orthogonal(columns: Tensor) -> Tensor:
-    """Return the Q of each matrix, given its columns as rows, by LAPACK."""
+def _orthogonal(columns: Tensor, order: Tensor) -> Tensor:
+    """Return the Q of each matrix, given its columns as rows and their order, by LAPACK."""
     n = columns.shape[-1]
     found = torch.empty_like(columns)
     # Rows of 1024 numbers, all at the same bits of an address, would share a part of the cache:
     # with eight zeros behind each, which change nothing, it takes two thirds of the time.
     padded = columns.new_zeros(n, n + _PADDING)
-    for into, each in zip(found, columns, strict=True):  # LAPACK takes no stacks
-        padded[:, :n] = each
+    for into, each, rows in zip(found, columns, order, strict=True):  # LAPACK takes no stacks
+        torch.index_select(each, 0, rows, out=padded[:, :n])
         into.copy_(torch.linalg.householder_product(*torch.geqrf(padded.mT))[:n])
     return found
 

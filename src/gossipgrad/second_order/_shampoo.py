@@ -12,7 +12,7 @@ from torch import Tensor
 from gossipgrad.optim import Parameters, is_number
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import FACTORS, SecondOrder, factor_beta
-from gossipgrad.second_order._refresh import Refresh
+from gossipgrad.second_order._refresh import Refresh, Value
 from gossipgrad.second_order._roots import ROOTS
 from gossipgrad.second_order._symmetric import add_gram
 from gossipgrad.second_order._tiers import Tiers
@@ -158,7 +158,7 @@ class Shampoo(SecondOrder):
             direction.mul_(torch.where(length > 0, wanted / length, 0.0))
         return direction, 1.0
 
-    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Tensor]:
+    def find_roots(self, unit: Unit, group: Mapping[str, Any]) -> Callable[..., Value]:
         """See the base."""
         return partial(
             _find,
@@ -170,7 +170,7 @@ class Shampoo(SecondOrder):
 
 def _find(
     factor: Tensor, old: Tensor, *, correction: float, method: str, eps: float, on_host: bool
-) -> Tensor:
+) -> Value:
     if method == "auto":
         method = "eigh" if on_host else "newton"
-    return ROOTS[method](factor / correction, eps)
+    return (ROOTS[method](factor / correction, eps),)

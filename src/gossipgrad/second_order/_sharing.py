@@ -6,13 +6,14 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gossipgrad._messages import warn
@@ -29,13 +30,14 @@ from gossipgrad.errors import GossipError
 from gossipgrad.optim import distribute
 from gossipgrad.second_order._blocks import Unit
 from gossipgrad.second_order._optimizer import FACTORS, SecondOrder
-from gossipgrad.second_order._refresh import Job, Ready
+from gossipgrad.second_order._refresh import Job, Ready, Value
 from gossipgrad.second_order._sharding import Sharding, check_alike
 
 __all__ = ["RootSharing", "ShareStats", "share_roots"]
 
 logger = logging.getLogger(__name__)
 
+Spec = tuple[tuple[int, ...], torch.dtype]
 Run = Callable[[], Job]
 
 _LISTEN_SECONDS = 0.05
@@ -171,14 +173,14 @@ class RootSharing:
         self._patience = patience_seconds
         self._planned = [_names(unit) for unit in optimizer.plan() for _ in FACTORS]
         units = range(len(self._planned))
-        self._specs = [optimizer.root_spec(unit) for unit in units]
+        self._specs = [optimizer.root_parts(unit) for unit in units]
         self._versions = [0] * len(units)
-        costs = [math.prod(shape) * float(shape[-1]) for shape, _ in self._specs]
+        costs = [math.prod(parts[0][0]) * float(parts[0][0][-1]) for parts in self._specs]
         self._owners = distribute(costs, [0.0] * group.world_size)
         described = f"{type(optimizer).__name__} with roots {self._specs}, {optimizer.refresh}"
         check_alike(group.all_gather_object(described))
         run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._specs]
+        sizes = [sum(math.prod(s) * d.itemsize for s, d in parts) for parts in self._specs]
         self._channel = Channel(transport(group), run=run, plan=[])
         self._box = Mailbox(self._channel, [Part(torch.uint8, size) for size in sizes])
         self._peers = set(range(group.world_size)) - {group.rank}
@@ -284,8 +286,7 @@ class RootSharing:
             self._to_send.append((unit, version, ready))
 
     def _send(self, unit: int, version: int, ready: Ready) -> None:
-        values = ready.value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        peers = self._peers - self._channel.gone.keys()
+        values, peers = _encode(ready.value), self._peers - self._channel.gone.keys()
         self._box.publish(unit, values, version=version, peers=peers)
         with self._lock:
             self.stats.sent_bytes += values.nbytes * len(peers)
@@ -302,8 +303,7 @@ class RootSharing:
             mail = self._box.take(awaited.unit, awaited.version)
             if mail is not None and self._forget(awaited):
                 self.stats.received += 1
-                shape, dtype = self._specs[awaited.unit]
-                value = mail.values.clone().view(dtype).view(shape)
+                value = _decode(mail.values, self._specs[awaited.unit])
                 _complete(awaited.job, Ready(value))
             elif (source := self._owners[awaited.unit]) in gone or now > awaited.deadline:
                 if source not in gone:
@@ -350,3 +350,14 @@ def _complete(job: Job, result: Ready | BaseException) -> None:
         job.set_exception(result)
     else:
         job.set_result(result)
+
+
+def _encode(value: Value) -> Tensor:
+    parts = [part.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in value]
+    return torch.cat(parts)
+
+
+def _decode(values: Tensor, specs: Sequence[Spec]) -> Value:
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    pieces = zip(values.split(sizes), specs, strict=True)
+    return tuple(piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in pieces)

@@ -84,12 +84,12 @@ class SOAP(Eigenbasis):
         with them, as in the published code, where Algorithm 3 projects it in each step; (3) weight
         decay is applied before the update instead of after it; (4) AdamW updates vectors,
         embeddings and scalars; (5) the first bases are one step of orthogonal iteration from the
-        identity instead of eigenvectors; (6) left and right bases change in different steps; (7)
-        columns of bases stay in their order, as in the paper and in KL-Shampoo, where the published
-        code sorts them.
+        identity instead of eigenvectors; (6) left and right bases change in different steps.
     """
 
     role = "soap"
+    is_ordered = True
+    reordered = ("square",)
 
     def __init__(
         self,
