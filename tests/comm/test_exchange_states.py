@@ -41,7 +41,7 @@ class World:
                 rank.generation,
                 rank.round,
                 rank.is_dead,
-                tuple((at, e.outcome.value, e.payload is None) for at, e in rank.exchanges.items()),
+                tuple((at, e.outcome.value, e.ticket.is_kept) for at, e in rank.exchanges.items()),
                 tuple(
                     (
                         peer,
@@ -199,7 +199,7 @@ class World:
                 if exchange.outcome is not Outcome.DELIVERED or self.ranks[peer].is_dead:
                     continue
                 theirs = self.ranks[peer].exchanges[at]
-                assert theirs.payload is None, (number, at, "counts what was never sent")
+                assert not theirs.ticket.is_kept, (number, at, "counts what was never sent")
                 if theirs.peer == number:
                     assert theirs.outcome is Outcome.DELIVERED, (
                         number,

@@ -140,7 +140,7 @@ def test_memory_is_stated_and_bounded():
     def use(me):
         me.train(6)
         stats = me.session.stats
-        until(lambda: stats().bytes_received == stats().bytes_sent == 7 * 2 * numel)
+        until(lambda: stats().bytes_received == stats().bytes_sent)
         return stats()
 
     make = lambda rank: network(dtype=torch.bfloat16)  # noqa: E731
@@ -149,3 +149,4 @@ def test_memory_is_stated_and_bounded():
         # Residuals in fp32, one or two snapshots in bf16, and what came, in bf16 or as a delta.
         assert (4 + 2) * numel <= stats.extra_memory_bytes <= (4 + 4 + 4) * numel
         assert stats.rounds == 6
+        assert stats.bytes_sent == 7 * 2 * numel

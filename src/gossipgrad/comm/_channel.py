@@ -52,7 +52,6 @@ class Channel:
 
     Attributes:
         heard: The highest round that a message has named, -1 before any.
-        bytes_sent: Of payloads that have left.
         bytes_received: Of payloads of rounds.
         refused: How many messages were dropped.
         silent: Ranks that another one has waited for in vain, and of which nothing came since.
@@ -74,7 +73,8 @@ class Channel:
         self.generation, self.epoch = generation, 0
         self.heard = -1
         self.silent: set[int] = set()
-        self.bytes_sent = self.bytes_received = self.refused = 0
+        self.bytes_received = self.refused = 0
+        self._posted_bytes = 0  # to be sent, less what a ledger that was replaced has dropped
         self.transport, self.run = transport, run
         self.closed, self._process = False, os.getpid()
         self._lock = threading.RLock()
@@ -100,9 +100,27 @@ class Channel:
             transport.receive_into(self._memory_for)
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes of payloads that were posted to peers and not voided."""
+        with self._lock:
+            return self._posted_bytes - sum(each.kept_bytes for each in self._ledgers.values())
+
+    @property
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, and which of the two."""
         return self._liveness.down
+
+    def counts_without(self, exchanges: Iterable[Exchange]) -> dict[str, int]:
+        """Return `bytes_sent`, `bytes_received` and `refused` as if exchanges were not posted."""
+        with self._lock:
+            sizes = [(each, self.plan[each.bucket].size_bytes) for each in exchanges]
+            sent = sum(size_bytes for each, size_bytes in sizes if not each.ticket.is_kept)
+            arrived = sum(s for each, s in sizes if each.outcome is Outcome.DELIVERED)
+            return {
+                "bytes_sent": self.bytes_sent - sent,
+                "bytes_received": self.bytes_received - arrived,
+                "refused": self.refused,
+            }
 
     # -- rounds -----------------------------------------------------------------------------
 
@@ -159,7 +177,7 @@ class Channel:
             if send_to != recv_from:
                 sending = Exchange(at, bucket, send_to, False, ticket)
             if send_to is None:
-                ticket.done = True
+                ticket.keep()
             else:
                 sending.sends, sending.payload, sending.is_filled = True, payload, is_filled
             if self.closed or not is_member:
@@ -188,6 +206,7 @@ class Channel:
             if sends:
                 self.void(at.round, peer)
             return
+        self._posted_bytes += sends * self.plan[bucket].size_bytes
         self._send(peer, self._header(Kind.READY, at.round, bucket))
         if (at, bucket) in ledger.awaited:
             ledger.agree(at, bucket)
@@ -229,7 +248,6 @@ class Channel:
         at, bucket, peer = exchange.at, exchange.bucket, exchange.peer
         assert peer is not None
         header = self._header(Kind.DATA, at.round, bucket, self.plan[bucket], at.era)
-        self.bytes_sent += header.size_bytes
         self._send(peer, header, self._ledgers[peer].leave(exchange), exchange.ticket)
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
@@ -356,6 +374,7 @@ class Channel:
             for peer in peers:
                 if self.gone.get(peer) == LOST:
                     self._liveness.report_reopened(peer)
+                    self._posted_bytes -= self._ledgers[peer].kept_bytes
                     self._ledgers[peer] = Ledger()
             self._peers |= peers
             self._enter_era(generation, 0)
@@ -425,7 +444,7 @@ class Channel:
             if self.closed:
                 return []
             living = [p for p in {*peers} - {self.rank} if self._liveness.is_alive(p)]
-            self.bytes_sent += len(living) * header.size_bytes
+            self._posted_bytes += len(living) * header.size_bytes
             tickets = [Ticket() for _ in living]
             for peer, ticket in zip(living, tickets, strict=True):
                 self._send(peer, header, values, ticket)
@@ -437,7 +456,7 @@ class Channel:
             header = self._header(Kind.STATE, state.numel(), 0, Part(piece.dtype, piece.numel()))
             with self._lock:
                 if not self.closed:
-                    self.bytes_sent += piece.numel()
+                    self._posted_bytes += piece.numel()
                     self._send(peer, header, piece)
 
     def received_state(self) -> tuple[Tensor | None, int]:

@@ -148,7 +148,8 @@ class Exchange:
     def end(self, outcome: Outcome) -> None:
         """End it without the peer's part, and keep this rank's part if it has not left."""
         if self.sends:
-            self.is_filled, self.ticket.done = None, True
+            self.payload = self.is_filled = None
+            self.ticket.keep()
         if self.open:
             self.finish(outcome)
         self.sends = self.receives = False
@@ -162,6 +163,7 @@ class Ledger:
     awaited: set[tuple[Position, int]] = field(default_factory=set)  # the peer alone is READY
     past: Position = _START  # this rank says READY to no round before this one any more
     latest: Position = _START  # nor does the peer to a round before this one
+    kept_bytes: int = 0  # of parts that were posted, and will not leave
 
     def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:
         """Post an exchange; return whether to say READY to the peer. If not, it is over here."""
@@ -273,6 +275,9 @@ class Ledger:
         return at not in self.posted and len(rounds) >= window
 
     def _end(self, exchange: Exchange, outcome: Outcome) -> None:
+        if exchange.sends:
+            assert exchange.payload is not None
+            self.kept_bytes += exchange.payload.nbytes
         self._remove(exchange)
         exchange.end(outcome)
 

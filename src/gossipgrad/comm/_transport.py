@@ -29,9 +29,15 @@ class Ticket:
 
     Attributes:
         done: Whether nothing reads it any more: it was sent, or will not be.
+        is_kept: Whether it will not be sent.
     """
 
     done: bool = False
+    is_kept: bool = False
+
+    def keep(self) -> None:
+        """The payload will not be sent."""
+        self.done = self.is_kept = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -471,12 +471,15 @@ class Rounds:
         self._spent("mix", start, round=transfer.round, bucket=bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
+        """Return the counters as plain values, as if the open round were not sent yet."""
+        # It is sent again after a resume, and counts are then as those of a run without a stop.
+        unsent = [each for one in self._open() for each in one.exchanges.values()]
+        counts = self.channel.counts_without(unsent)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "outcomes": {outcome.value: count for outcome, count in self.outcomes.items()},
             "pair_distance": self.pair_distance.state_dict(),
-            "links": {name: self.count(name) for name in _LINK_COUNTS},
+            "links": {name: self._before[name] + count for name, count in counts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
