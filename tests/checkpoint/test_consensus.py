@@ -153,6 +153,8 @@ def plain(tmp_path):
 
 def test_a_file_for_others(tmp_path):
     run, out = plain(tmp_path), tmp_path / "model.safetensors"
+    mine = tmp_path / f"{out.name}.partial"
+    mine.write_text("mine")
     assert checkpoint.export_safetensors(run, out) == out
     wanted = {"b": torch.ones(2).bfloat16(), "w": torch.tensor([0.5, 2.0])}
     assert_same(dict(sorted(load_file(out).items())), wanted)
@@ -166,7 +168,8 @@ def test_a_file_for_others(tmp_path):
     assert_same(load_file(out)["w"], torch.tensor([1.0, 4.0]))
     with pytest.raises(ValueError, match="nowhere"):
         checkpoint.export_safetensors(run, tmp_path / "nowhere" / "model.safetensors")
-    assert {path.name for path in tmp_path.iterdir()} == {out.name, "run"}
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, mine.name, "run"}
+    assert mine.read_text() == "mine"
 
 
 def test_types_that_the_file_cannot_hold(tmp_path):

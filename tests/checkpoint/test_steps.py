@@ -237,3 +237,14 @@ def test_what_is_not_there_is_named(saved):
         checkpoint.load(saved, rank=7, step=2)
     with pytest.raises(ValueError, match="nowhere"):
         checkpoint.load(saved / "nowhere", rank=0)
+
+
+def test_a_damaged_old_manifest_hides_no_newer_checkpoint_and_is_removed_with_its_step(saved):
+    damaged = saved / "step-000000001" / "rank-0000.json"
+    damaged.write_text("{")
+    assert checkpoint.steps(saved) == [2]
+    assert checkpoint.latest(saved) == 2
+    for rank in (0, 1):
+        save(saved, rank, step=3, keep=1)
+    assert checkpoint.steps(saved) == [3]
+    assert not damaged.exists()

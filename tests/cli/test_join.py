@@ -25,6 +25,11 @@ def test_options_of_the_run_are_refused(option, capsys):
     assert "its own options are --device" in said
 
 
+def test_workers_join_one_run(capsys):
+    assert cli.main(["train", "--join", "a", "--join", "b"]) == 2
+    assert "more than once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("left", "end"), [(False, "to the end of the run"), (True, "and left")])
 def test_tells_what_it_did(left, end, capsys, monkeypatch):
     made = {"rank": 3, "steps": 1200, "samples": 19_200}

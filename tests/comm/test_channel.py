@@ -94,3 +94,14 @@ def test_wrong_arguments_are_refused(channels):
     for payload in (part(0, 5), part(0).double()):
         with pytest.raises(ValueError, match="bucket 0 is planned as 4 x"):
             a.post(0, 0, payload, send_to=1, recv_from=1)
+
+
+def test_a_round_of_which_one_bucket_was_cancelled_is_void_for_the_peer_in_the_others(channels):
+    """As of gradients that came too late, and weights that are void for it."""
+    a, b = channels(sizes=(4, 4), window=4)
+    gradients = post(a, 1, round=3, bucket=0)
+    a.cancel(gradients)
+    a.void(3, 1)
+    theirs = post(b, 0, round=3, bucket=1)
+    assert b.take(theirs, HANG_SECONDS) is V
+    both(a, b, round=4)

@@ -111,7 +111,8 @@ class World:
 
     def give_up(self, number, peer, at):
         ledger = self.ranks[number].ledgers[peer]
-        if peer not in self.ranks[number].down and at >= ledger.past:
+        if peer not in self.ranks[number].down and at > ledger.told:
+            ledger.told = at
             ledger.prune(before=at.next)
             self.send(number, peer, "VOID", at)
 

@@ -29,7 +29,7 @@ MOMENTUM = gg.Sync(momentum=0.9)
         *({"every": every} for every in (0, True, 2.0)),
         *({"average_every": every} for every in (0, True, "often")),
         {"wire_dtype": torch.int8},
-        *({"bucket_bytes": size} for size in (0, "x")),
+        *({"bucket_bytes": size} for size in (0, "x", 2**33)),
         *({"topology": topology} for topology in ("star", dissemination(3), 3)),
         *({"transport": transport} for transport in ("carrier pigeon", "gloo")),
         {"mesh": 3},

@@ -166,6 +166,7 @@ def test_missing_file_names_the_way_out(tmp_path):
             "payload=wei",
         ),
         ({"options": {"gossip": {"max_staleness": 3}}}, "max_staleness=3 .* mode is overlap"),
+        ({"lr_schedule": "step", "lr_step_epochs": 20}, "the rate never drops: lr_step_epochs is"),
     ],
 )
 def test_warns_of_options_without_effect(options, message):

@@ -19,6 +19,7 @@ from gossipgrad.train import (
     RunFailedError,
     TrainConfig,
     _folder,
+    _start,
     _worker,
     find_world,
     open_store,
@@ -38,6 +39,20 @@ def set_world(rank: int, world_size: int, port: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def refused(rank: int, store: Any, port: int, out: str) -> str:
+    """Takes part in a run that rank 0, which hosts the store, refuses; how this rank ends."""
+    set_world(rank, 3, port)
+    _start._SEEN_SECONDS = HANG_SECONDS  # however late the others come
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            outcome = run(TrainConfig(model="lenet", out=Path(out)))
+        except Exception as error:
+            if rank == 0:
+                os._exit(2)  # and with it the store
+            return f"{type(error).__name__}: {error}"
+    return f"exit code {outcome.exit_code}"
 
 
 def sees_another_folder(rank: int, store: Any, port: int, out: str) -> str:
@@ -110,6 +125,15 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
 def test_the_world_is_that_of_the_launcher(environ, nproc, found):
     world = find_world(environ, nproc=nproc)
     assert (world and (world.rank, world.world_size, world.launcher)) == found
+
+
+@pytest.mark.process
+def test_ranks_that_rank_0_refuses_end_quietly_though_the_store_goes_with_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = str(tmp_path / "run")
+    ends = run_processes(3, refused, port, out, may_die=(0,), grouped=False)
+    assert ends == [None, "exit code 2", "exit code 2"]
 
 
 @pytest.mark.process

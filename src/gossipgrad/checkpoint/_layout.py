@@ -101,7 +101,7 @@ def read_manifest(directory: Path, step: int, rank: int) -> Manifest | None:
         read = Manifest(**value | {"members": tuple(value["members"])})
     except FileNotFoundError:
         return None
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged, it is no manifest ({error}): remove {path.parent} to go back to "
             "the step before"
@@ -148,7 +148,7 @@ def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | N
         The step; None if no step is complete, or the directory does not exist.
 
     Raises:
-        ValueError: A manifest is damaged; the message names it.
+        ValueError: A manifest is damaged, and no newer step is complete; the message names it.
 
     Example:
         >>> latest("nowhere") is None
@@ -160,8 +160,15 @@ def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | N
 def steps(directory: str | PathLike[str], *, run: str | None = None) -> list[int]:
     """Return the steps that all their ranks have committed, in order; as `latest`."""
     directory = Path(directory)
-    found = [step for step, _ in step_folders(directory)]
-    return [step for step in found if _complete(directory, step, run) is not None]
+    whole: list[int] = []
+    for step, _ in reversed(step_folders(directory)):
+        try:
+            if _complete(directory, step, run) is not None:
+                whole.insert(0, step)
+        except ValueError:
+            if not whole:  # otherwise a newer one is complete
+                raise
+    return whole
 
 
 def find(

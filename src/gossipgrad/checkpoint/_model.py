@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def write_safetensors(
         OSError: The file cannot be written; one that was there stays.
     """
     _check_types(tensors)
-    partial = path.with_name(f"{path.name}.partial")
+    # In a folder of the user's: of no name that somebody else may have.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         save_file(_apart(tensors), partial, {"format": "pt", **(metadata or {})})
         with partial.open("rb") as file:

@@ -162,6 +162,11 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
     """What a command line with `--join` means, None for one without."""
     if "--join" not in {argument.partition("=")[0] for argument in arguments}:
         return None
+    if sum(argument.partition("=")[0] == "--join" for argument in arguments) > 1:
+        raise ValueError(
+            "--join is given more than once, but workers join one run: start the command once for "
+            "each."
+        )
     try:
         found = parse_options(JoinOptions, arguments, "train")
     except ValueError as error:

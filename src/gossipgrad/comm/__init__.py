@@ -66,6 +66,7 @@ from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import stage as stage
+from gossipgrad.comm._tcp import MOST_BYTES as MOST_BYTES
 from gossipgrad.comm._tcp import TCPTransport as TCPTransport
 from gossipgrad.comm._tcp import resolve_transport as resolve_transport
 from gossipgrad.comm._transport import Lost as Lost

@@ -328,7 +328,8 @@ class Channel:
             return
         with self._lock:
             ledger, at = self._ledgers[send_to], self._at(round)
-            if self._liveness.is_alive(send_to) and at >= ledger.past:
+            if self._liveness.is_alive(send_to) and at > ledger.told:
+                ledger.told = at
                 ledger.prune(before=at.next)
                 self._notify(Kind.VOID, [send_to], round)
 

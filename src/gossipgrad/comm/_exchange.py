@@ -163,6 +163,7 @@ class Ledger:
     awaited: set[tuple[Position, int]] = field(default_factory=set)  # the peer alone is READY
     past: Position = _START  # this rank says READY to no round before this one any more
     latest: Position = _START  # nor does the peer to a round before this one
+    told: Position = _START  # the last round that the peer knows to be void here
     kept_bytes: int = 0  # of parts that were posted, and will not leave
 
     def post(self, exchange: Exchange, *, window: int, is_alive: bool = True) -> bool:

@@ -56,7 +56,7 @@ from gossipgrad.comm._tcp_connection import (
 from gossipgrad.comm._transport import Lost, Received, Ticket, Transport
 from gossipgrad.errors import AgreementError, GossipError
 
-__all__ = ["TCPTransport", "resolve_transport"]
+__all__ = ["MOST_BYTES", "TCPTransport", "resolve_transport"]
 
 _FILES, _OTHER_FILES = 2, 256  # of a link, and of the rest of the process
 _GONE_AFTER_FAILURES = 2  # every rank listens before it tells its address: refusal means gone
@@ -66,6 +66,7 @@ _LOOK_SECONDS = 1.0  # how often connections without a hello are looked at
 _WAITING = 512  # connections that the system keeps until this rank accepts them
 _DIRECT_BYTES = 1 << 14  # a smaller message leaves in the thread that sends it
 _END_SECONDS = 5.0
+MOST_BYTES = 1 << 32  # of a message
 _PROBE_BYTES = 1 << 16  # by which a process shows that it can read the memory of another
 _PING = b"gossipgrad ping"
 _PING_SECONDS, _PING_POLL_SECONDS = 10.0, 0.05
@@ -121,7 +122,7 @@ class TCPTransport:
     """
 
     def __init__(
-        self, group: Group, *, max_payload_bytes: int = 1 << 32, bind: str | None = None
+        self, group: Group, *, max_payload_bytes: int = MOST_BYTES, bind: str | None = None
     ) -> None:
         access = meet_access(group)
         address, one_host = interface_of(group, bind)
@@ -142,7 +143,7 @@ class TCPTransport:
         introductions: Mapping[int, Sequence[Any]],
         secret: str | None,
         bind: str = "127.0.0.1",
-        max_payload_bytes: int = 1 << 32,
+        max_payload_bytes: int = MOST_BYTES,
     ) -> "TCPTransport":
         """Create the transport of a joiner; local.
 

@@ -53,7 +53,7 @@ class Claim:
 
     def _conflict(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Return which parameter cannot be in one more session, and why."""
-        for other in _claims:
+        for other in list(_claims):  # a signal handler may close a session meanwhile
             calls = {self._call, other._call}
             if other is self or calls == {"shrink"}:
                 continue
@@ -76,4 +76,4 @@ class Claim:
 def is_claimed(parameter: Tensor) -> bool:
     """Whether an open session has it."""
     with _lock:
-        return any(each.has(parameter) for each in _claims)
+        return any(each.has(parameter) for each in list(_claims))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gossipgrad.comm import BucketPlan
+from gossipgrad.comm import MOST_BYTES, BucketPlan
 from gossipgrad.engine._modes import Mode, Stale
 from gossipgrad.topology import Schedule
 
@@ -95,6 +95,11 @@ def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) ->
         raise ValueError(
             f"bucket_bytes is the size of a message, a whole number such as 2**20, got "
             f"{bucket_bytes!r}"
+        )
+    if int(bucket_bytes) > MOST_BYTES:
+        raise ValueError(
+            f"bucket_bytes is {bucket_bytes}, and a message has at most {MOST_BYTES}: give less, "
+            "or None"
         )
     if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
         raise ValueError(

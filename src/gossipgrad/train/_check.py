@@ -61,6 +61,12 @@ def check(config: TrainConfig, world_size: int, *, is_launcher: bool = False) ->
     if own := job.optimizer is not None:
         _warn_of_own_optimizer(config)
     steps = config.total_steps(job.epoch_batches(config.step_samples, world_size))
+    if config.max_steps is not None and config.max_steps > steps:
+        warnings.warn(
+            f"max_steps={config.max_steps} is not reached: {config.epochs} epochs have {steps} "
+            "steps; give more --epochs.",
+            stacklevel=2,
+        )
     setting = config.setting(world_size, total_steps=steps, has_own_optimizer=own)
     config.traits.check(config.strategy_options, setting)
     if num_samples < world_size:

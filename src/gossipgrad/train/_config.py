@@ -344,6 +344,12 @@ class TrainConfig:
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
                 warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
+        if self.lr_schedule == "step" and self._step_epochs >= self.epochs:
+            warnings.warn(
+                f"lr_schedule is step, but the rate never drops: lr_step_epochs is "
+                f"{self._step_epochs} and epochs is {self.epochs}. Make lr_step_epochs less.",
+                stacklevel=2,
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""

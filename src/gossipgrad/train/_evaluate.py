@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gossipgrad.checkpoint import model_tensors
 from gossipgrad.data import made_ahead, shard_bounds
 
-from ._job import Job, to_device
+from ._job import Job, tensors_of, to_device
 
 # Values in a batch of inputs; activations take many times as much memory.
 _BATCH_VALUES = 1 << 20
@@ -78,8 +77,7 @@ class TestPart:
         x, y = self._samples.batch(torch.arange(1))
         if y.numel() > 1:
             return _TEXT_BATCH_SIZE, _PROBE_TEXTS
-        tensors = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
-        values = max((tensor.numel() for tensor in tensors), default=1)
+        values = max((tensor.numel() for tensor in tensors_of(x)), default=1)
         return min(_MAX_BATCH_SIZE, max(1, _BATCH_VALUES // values)), _PROBE_SAMPLES
 
     def accuracy(self, model: nn.Module) -> float:

@@ -16,7 +16,8 @@ from gossipgrad import checkpoint
 _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 # All that a run leaves in its folder, but for its lock and its checkpoints.
 _FILES = re.compile(
-    r"""(config|summary|invitation)\.json(\.partial)? | (model|best)\.safetensors(\.partial)?
+    r"""(config|summary|invitation)\.json(\.partial)?
+    | (model|best)\.safetensors(\.(\w+\.)?partial)?
     | trace\.json | report\.html | (former/)?metrics-rank\d+(-\d+)?\.jsonl
     | errors-(rank|join)\d+\.txt | evicted-rank\d+(-\d+)?\.safetensors
     | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import TensorDataset, default_collate
 
 from gossipgrad.checkpoint import try_to_write
@@ -260,7 +259,15 @@ class DatasetSamples:
 
 def to_device(x: Any, device: torch.device) -> Any:
     """The same inputs on a device: tensors, also those in tuples, lists and dicts."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), x)
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {key: to_device(value, device) for key, value in x.items()}
+    if isinstance(x, tuple | list):
+        moved = [to_device(value, device) for value in x]
+        is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+        return type(x)(*moved) if is_named else type(x)(moved)
+    return x
 
 
 def split_batch(x: Any, y: Tensor, parts: int) -> list[tuple[Any, Tensor]]:
@@ -269,16 +276,32 @@ def split_batch(x: Any, y: Tensor, parts: int) -> list[tuple[Any, Tensor]]:
     if parts == 1:
         return [(x, y)]
     sizes = [len(chunk) for chunk in y.tensor_split(parts)]
-    leaves, tree = tree_flatten(x)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != len(y):
-            raise JobError(
-                f"inputs hold {_shape(leaf)} in a batch of {len(y)} samples, which --accumulate "
-                "cannot divide: give tensors of that length, or leave --accumulate out."
-            )
-    split = zip(*(leaf.split(sizes) for leaf in leaves), strict=True)
-    inputs = [tree_unflatten(part, tree) for part in split]
-    return list(zip(inputs, y.split(sizes), strict=True))
+    return list(zip(_split(x, sizes), y.split(sizes), strict=True))
+
+
+def _split(x: Any, sizes: list[int]) -> list[Any]:
+    if isinstance(x, Tensor) and x.ndim and len(x) == sum(sizes):
+        return list(x.split(sizes))
+    if isinstance(x, dict):
+        split = [_split(value, sizes) for value in x.values()]
+        return [dict(zip(x, part, strict=True)) for part in zip(*split, strict=True)]
+    if isinstance(x, tuple | list):
+        split = zip(*(_split(value, sizes) for value in x), strict=True)
+        is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+        return [type(x)(*part) if is_named else type(x)(part) for part in split]
+    raise JobError(
+        f"inputs hold {_shape(x)} in a batch of {sum(sizes)} samples, which --accumulate cannot "
+        "divide: give tensors of that length, or leave --accumulate out."
+    )
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """All tensors of inputs."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [one for part in x for one in tensors_of(part)] if isinstance(x, tuple | list) else []
 
 
 def _samples(name: str, part: Any, collate: Callable[[list[Any]], Any]) -> Samples:

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -56,7 +57,10 @@ class Metrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as problem:  # of a network's disk: the model is still to be written
+            self._leave_out(problem)
         self._loggers.close()
 
     @property
@@ -133,8 +137,9 @@ class Metrics:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(size_bytes)
-            self._file.seek(size_bytes)
+            with suppress(OSError):
+                self._file.truncate(size_bytes)
+                self._file.seek(size_bytes)
             self._leave_out(error)
         self._loggers.log(self.steps, scalars_of(record))
         return record

@@ -183,10 +183,14 @@ def _write_model(path: Path, weights: Mapping[str, Tensor]) -> None:
     except FileNotFoundError:
         raise
     except OSError as error:
-        kept = Path(tempfile.mkdtemp(prefix="gossipgrad-")) / path.name
-        write_safetensors(kept, weights)
+        where = ""
+        with suppress(OSError):
+            kept = Path(tempfile.mkdtemp(prefix="gossipgrad-")) / path.name
+            write_safetensors(kept, weights)
+            where = f". The trained model is in {kept}"
         raise GossipError(
-            f"{path} could not be written: {error.strerror}. The trained model is in {kept}"
+            f"{path} could not be written: {error.strerror}{where}. With a checkpoint the run "
+            "continues by --resume, once there is room"
         ) from error
 
 

@@ -71,6 +71,7 @@ class _Launcher:
     def __init__(self, config: TrainConfig, run_dir: RunDir, nproc: int) -> None:
         self._config, self._run_dir, self._nproc = config, run_dir, nproc
         self._is_doomed = False
+        self._killed: set[int] = set()
         self._end_seconds: float | None = None
 
     def run(self) -> Outcome:
@@ -113,6 +114,7 @@ class _Launcher:
         now = time.monotonic()
         self._end_seconds = self._end_seconds or now + _END_SECONDS
         for worker in workers if now > self._end_seconds else ():
+            self._killed.add(worker.rank)
             worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
@@ -128,7 +130,11 @@ class _Launcher:
         """What a worker has handed in, else what its process ended with."""
         content = self._ends.read(end.rank)
         if content is None:
-            content = self._ends.hand_in(end.rank, {"cause": end.cause})
+            # A rank that another one's failure ends at the start hands in nothing.
+            gave_up = end.code > 0 and not self._start.has_begun()
+            is_consequence = gave_up or end.rank in self._killed
+            why = {"cause": end.cause, "is_consequence": is_consequence}
+            content = self._ends.hand_in(end.rank, why)
         return content
 
     def _await_joined(self) -> None:

@@ -23,6 +23,7 @@ MAILBOX = "gossipgrad/train"
 # For ranks that have arrived, and may fetch a data set.
 _LOADING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
+_SEEN_SECONDS = 10.0
 _NAMED_SECONDS = 15.0
 
 
@@ -104,12 +105,24 @@ class Start:
     def check(self) -> None:
         """Raise `StartFailedError` if another rank has ended the start."""
         if self.ask(lambda store: store.check(["failed"])):
-            raise StartFailedError(json.loads(self.ask(lambda store: store.get("failed"))))
+            cause = json.loads(self.ask(lambda store: store.get("failed")))
+            with suppress(GossipError):
+                self.ask(lambda store: store.add("seen", 1))
+            raise StartFailedError(cause)
 
     def fail(self, cause: str) -> None:
         """End the start for all; no cause if this rank alone says why."""
         with suppress(GossipError):
             self.ask(lambda store: store.compare_set("failed", "", json.dumps(cause)))
+
+    def await_failure_seen(self) -> None:
+        """Keep the store, which is in this process, until all ranks know of the failure."""
+        deadline = time.monotonic() + _SEEN_SECONDS
+        with suppress(GossipError):
+            while self.ask(lambda store: store.add("seen", 0)) < self._world_size - 1:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_SECONDS)
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
         """What `question` returns for the store."""

@@ -38,7 +38,7 @@ from ._signals import Stops, catch_stops, end_at_once, ending_workers
 from ._start import MAILBOX, Start, StartFailedError
 from ._state import reopen
 from ._tasks import load_job
-from ._world import World, find_world, open_store, slurm_rendezvous
+from ._world import World, find_world, hosts_store, open_store, slurm_rendezvous
 from .strategies import GROUP
 
 # A store that hangs at the end is not awaited: what is in it is in the folder, too.
@@ -138,6 +138,8 @@ class _Worker:
             config, self._run_dir = open_folder(config, size, stack)
         except BaseException:
             self.start.fail("")
+            if hosts_store(self._world.rank):
+                self.start.await_failure_seen()
             raise
         self.start.open({"config": config.to_json(), "token": leave_token(self._run_dir)})
 

@@ -86,6 +86,11 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def hosts_store(rank: int) -> bool:
+    """Whether this process holds the store; otherwise an agent does, or rank 0."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> dist.Store:
     """The store of the world, at `MASTER_ADDR` and `MASTER_PORT`; in rank 0 unless an agent has it.
 
@@ -102,7 +107,7 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size,
-            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            is_master=hosts_store(rank),
             timeout=timedelta(seconds=limit_seconds),
             wait_for_workers=False,
             multi_tenant=True,
