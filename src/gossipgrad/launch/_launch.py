@@ -25,6 +25,8 @@ SOME_LOST = 3
 
 _LOOPBACK = "127.0.0.1"
 _ECHO_SECONDS = 1.0
+# Of an island of which a rank has died: the others may wait for it in a collective.
+_ISLAND_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -182,7 +184,7 @@ def launch(
                 for first, (since_seconds, comes_again) in [*ending.items()]:
                     members = workers[first : first + island]
                     for member in members:
-                        if time.monotonic() > since_seconds + grace_seconds:
+                        if time.monotonic() > since_seconds + min(grace_seconds, _ISLAND_SECONDS):
                             member.kill()
                     if comes_again and not caught and all(m.poll() is not None for m in members):
                         del ending[first]
