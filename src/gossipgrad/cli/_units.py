@@ -34,7 +34,9 @@ def rate_of(text: str) -> float:
         raise ValueError(f"{text!r} is no rate: write 100Mbit, 1Gbit or 2.5Gbit, in bits a second")
     rate = float(f"{match[1]}e{match[2] or 0}") * _RATES[match[3].lower() + "bit"]
     if not 0 < rate < math.inf:
-        raise ValueError(f"a rate of {text!r} is none of a link: give one above 0, as 10Gbit")
+        raise ValueError(
+            f"a rate of {text!r} is not that of a link: give one above 0, such as 10Gbit"
+        )
     return rate
 
 

@@ -23,8 +23,8 @@ def position_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
 class Arriving:
     """Brings a joiner to the round of the others, until its first exchange.
 
-    Its rounds are void on all ranks until it has made a step. Then it notifies the others that it
-    takes part, from the highest round that it has received, and jumps if that was too low.
+    Its rounds are void on all ranks until it has made a step. Then it takes part, from the highest
+    round that a message has named, and tells the others. If that round is over, it jumps to theirs.
     """
 
     def __init__(self, position: Mapping[str, int], every: int, exchanges: int) -> None:

@@ -45,8 +45,8 @@ class StepDriver:
         check: Callable[[], None],
         after_update: Callable[[], None],
     ) -> None:
-        self.steps = 0  # of the run: this rank's own, and for a joiner the others' before it
-        self.steps_of_others = 0  # the latter
+        self.steps = 0  # of the run: this rank's own, and the others' before it joined
+        self.steps_of_others = 0  # those that others made before it joined
         self.equal_at_step = 0  # when all replicas were last made equal
         self.is_mid_step = False  # some but not all optimizers have stepped
         self.flows = list(flows)
@@ -211,8 +211,8 @@ class StepDriver:
     def _begin_step(self, *, in_backward: bool) -> None:
         """Check the replica, and mix buckets that the forward pass has not read.
 
-        `in_backward`, not if weights were read before a late part arrived: backward computes with
-        those. The round is then sent after the optimizers stepped.
+        If weights were read before a late part of them arrived, `in_backward` mixes none: backward
+        computes with the values that were read. The round is then sent after the optimizers step.
         """
         self.check()
         has_late = self._rounds is not None and self._rounds.has_late

@@ -67,8 +67,8 @@ class ForwardHooks:
     def end_step(self, *, has_gradients: bool = True) -> None:
         """End a forward and backward pass, and learn from the first one.
 
-        If a pass had gradients for a bucket that no module read, the calls of modules have
-        changed. So it may be without `has_gradients`: backward is not over.
+        If a bucket has gradients, and no module has read it, the calls of modules have changed. In
+        the middle of backward (`has_gradients=False`) that is assumed.
         """
         left, self.awaited = sorted(self.awaited), set()
         self._is_first = True

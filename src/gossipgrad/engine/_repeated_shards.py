@@ -80,10 +80,10 @@ class RepeatedShards:
     def after_mixing(
         self, missed: int, *, has_late: bool, following: Sequence[Transfer] = ()
     ) -> None:
-        """Set copies to their mean where a part was late or void on a rank; of the whole island.
+        """Set copies to their mean where a part was late or void on a rank; a collective.
 
-        `missed` parts of this rank were not delivered so far. The transfers `following` may be
-        filled.
+        `missed` parts of this rank were not delivered so far. Transfers of the next round, which
+        are `following`, get the new values.
         """
         may_differ = missed != self._missed or has_late or self._was_late
         self._missed, self._was_late = missed, has_late
@@ -95,7 +95,7 @@ class RepeatedShards:
 
     @torch.no_grad()
     def level(self, *, is_shown: bool = False) -> set[Bucket]:
-        """Set copies to their mean, and return the buckets that changed; of the whole island.
+        """Set copies to their mean, and return the buckets that changed; a collective.
 
         `is_shown`, only the tensors, which show the consensus, and not their rounding errors.
         """
