@@ -187,6 +187,9 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
         assert summary["steps_per_rank"][one["rank"]] == steps
         assert one["steps"] > 10
         assert one["samples"] > 10 * 16
+        assert 14 * one["steps"] < one["samples"] <= 16 * one["steps"], (
+            "an epoch's last batch is less"
+        )
     assert summary["model_is_consensus"]
     assert summary["model_from_rank"] == 1
     assert summary["accuracy"] > 0.8

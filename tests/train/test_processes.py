@@ -119,11 +119,36 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["gossip"]["mode"] == "stale"
 
 
+def test_others_save_and_evaluate_together_when_a_worker_of_mode_stale_is_killed(tmp_path):
+    """Their epochs end after unequal steps then; one saves as another evaluates."""
+    options = {"gossip": GossipConfig(mode="stale")}
+    more = {"checkpoint_every": 6, "keep_checkpoints": 1000, "options": options, "trace": 0}
+    with after_steps(tmp_path, 1, kill(1)):
+        outcome = run(config(tmp_path, nproc=4, epochs=5, **more))
+    summary = outcome.summary
+    assert summary["lost_ranks"] == [1]
+    assert summary["model_is_consensus"]
+    accuracies = [
+        [event["accuracy"] for event in events_of(tmp_path, rank) if event["event"] == "epoch"]
+        for rank in (0, 2, 3)
+    ]
+    assert accuracies == 3 * [accuracies[0]], "each is of the consensus"
+    saved = {int(each.name[5:]) for each in (tmp_path / "checkpoints").iterdir()}
+    complete = checkpoint.steps(tmp_path / "checkpoints")
+    assert len(complete) > 5, "one in an epoch at least"
+    assert len(saved - {*complete}) <= 1, "rank 1 may have died as it saved"
+
+
 def longest_step_seconds(out, rank):
     """The first ones, in which a process still loads what it needs, are left out."""
+    steps = (event for event in events_of(out, rank) if event["event"] == "step")
+    return max(event["step_seconds"] for event in steps if event["step"] > 10)
+
+
+def events_of(out, rank):
+    """What is written of a rank's metrics."""
     lines = (out / f"metrics-rank{rank}.jsonl").read_text().split("\n")[:-1]
-    events = map(json.loads, lines)
-    return max(e["step_seconds"] for e in events if e["event"] == "step" and e["step"] > 10)
+    return [json.loads(line) for line in lines]
 
 
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):

@@ -228,7 +228,7 @@ def _loss(rank: int, end: End, ranks: list[RankResult], run_dir: RunDir) -> dict
     cause = f"was taken for dead: {known['why']}" if known else "ended and wrote no result"
     return {
         "cause": end.get("cause", cause),
-        "step": max((event["step"] for event in _steps(run_dir, rank)), default=0),
+        "step": max((one["step"] for one in _events(run_dir, rank, "step")), default=0),
         "when_seconds": known.get("when_seconds") or end.get("when_seconds"),
         "generation": known.get("generation"),
     }
@@ -239,19 +239,21 @@ def _part_of(rank: int, result: RankResult | None, run_dir: RunDir) -> dict[str,
     if result is not None:
         end = "left" if result.left else "finished"
         return {"steps": result.steps, "samples": result.samples, "end": end}
-    steps = _steps(run_dir, rank)
-    first, last = (steps[0], steps[-1]) if steps else ({"step": 1}, {"step": 0, "samples": 0})
-    return {"steps": last["step"] - first["step"] + 1, "samples": last["samples"], "end": "lost"}
+    joined, steps = (_events(run_dir, rank, kind) for kind in ("joined", "step"))
+    if not (joined and steps):
+        return {"steps": 0, "samples": 0, "end": "lost"}
+    done = steps[-1]["step"] - joined[0]["step"]
+    return {"steps": done, "samples": steps[-1]["samples"], "end": "lost"}
 
 
-def _steps(run_dir: RunDir, rank: int) -> list[dict[str, Any]]:
-    """The steps in the metrics of a rank; a line that it could not finish does not count."""
+def _events(run_dir: RunDir, rank: int, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind in the metrics of a rank; a line that it could not finish does not count."""
     events: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in run_dir.metrics(rank).read_text().splitlines():
             with suppress(ValueError):
                 events.append(json.loads(line))
-    return [event for event in events if event.get("event") == "step"]
+    return [event for event in events if event.get("event") == kind]
 
 
 def _notes(ranks: list[RankResult], exported: RankResult) -> list[str]:

@@ -50,6 +50,8 @@ def train_rank(given: RankInputs) -> RankResult:
             _saved_if_evicted(one.model, run_dir.evicted_model(one.rank)),
         ):
             loop = Loop(one, metrics)
+            if one.joiner is not None:
+                metrics.write("joined", step=one.joiner.begun_step)
             session, shares = one.strategy.session, config.shuffle == "global"
             if session is not None and shares and one.rank == min(one.strategy.living or [0]):
                 why = invite(session, one, began_seconds=time.time() - metrics.seconds)

@@ -223,6 +223,7 @@ class Checkpoints:
         self._emit = emit
         self._saver: checkpoint.Saver | None = None
         self._last = self.base = 0
+        self._waits_for_evaluation = False
 
     def resume(self) -> LoopState:
         """Brings everything where the checkpoint of `resume_step` has it; a collective."""
@@ -284,24 +285,46 @@ class Checkpoints:
         )
 
     def after_step(self, steps: int, loop_state: Callable[[], LoopState]) -> None:
-        """Saves, if that is due."""
+        """Saves, if that is due.
+
+        In mode stale the ranks come together to save. Where a rank was lost, epochs end after
+        unequal steps:
+
+        1. Rank 0 is in step 50, and saves; rank 1 is in step 48, the last of the epoch, and
+           evaluates. That is an error on both: rank 1 comes for its evaluation again.
+        2. Rank 0 saves nothing before it has evaluated, too. Then all are in the same place: rank 0
+           waits in its next step, and rank 1 comes as soon as it is in step 50.
+        3. Both save under the greater of their labels.
+        """
         every = self._config.checkpoint_every
-        if self._saver is None or every is None:
+        if self._saver is None or every is None or self._waits_for_evaluation:
             return
         self._saver.wait(0.0)  # says what has failed since
         label = self._strategy.checkpoint_label(steps) + self.base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
-        self._last = label
+        if not self._strategy.is_stale:
+            self._last = label
+            self._save(self._state(loop_state()), label, _WRITE_SECONDS)
+            return
+        session = self._strategy.session
+        assert session is not None
         try:
+            self._last = label = max(session.agree(label))
             self._save(self._state(loop_state()), label, _WRITE_SECONDS)
         except EvictedError:
             raise
         except GossipError as error:
-            if not self._strategy.is_stale:
-                raise
-            text = f"rank {self._rank}: the checkpoint of step {label} is left out: {error}"
-            self._emit({"event": "checkpoint", "text": text})
+            self._waits_for_evaluation = True
+            why = str(error).partition(". ")[0]
+            text = (
+                f"rank {self._rank}: the checkpoint of step {label} waits for the next evaluation"
+            )
+            self._emit({"event": "checkpoint", "text": f"{text}: {why}"})
+
+    def after_evaluation(self) -> None:
+        """All ranks are in the same place."""
+        self._waits_for_evaluation = False
 
     def end(self, steps: int, loop_state: LoopState) -> str | None:
         """Saves the last one, with all ranks that live; why there is none, if so; a collective."""

@@ -103,7 +103,8 @@ class Gossip(RunningStrategy):
             self._session.close()  # or the others' steps would wait
             return alone(self.model, test, final=True, is_consensus=False)
         problem = ""
-        for _ in range(TRIES):
+        # In mode stale each of the others may come to save before it comes here.
+        for _ in range(TRIES + self.is_stale * len(self._alive)):
             try:
                 if not self._has_met and not final:
                     self._session.group.unless = self._train_on
