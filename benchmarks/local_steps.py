@@ -9,6 +9,8 @@ pairs for H = 1, where the two multiply.
 
     python -m benchmarks.local_steps
     python -m benchmarks.local_steps --ranks 8 --periods 32 --seeds 1 --only DiLoCo ours
+
+With DiLoCo among the contestants, the others have their paired difference to it, too.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks._common import half_width_95, merged, tell, write
+from benchmarks._common import half_width_95, merged, paired, tell, write
 from benchmarks._tasks import Part, cosine, loss, whole
 from gossipgrad.topology import by_name
 
@@ -80,6 +82,8 @@ class Contestant:
     outer_lr, momentum, topology = 0.7, 0.9, "dissemination"
     periods: tuple[int, ...] = (1, 8, 32, 100)
     averages_gradients = False
+    exchanges = 1
+    wire: torch.dtype | None = None
 
     def __init__(self, ranks: Ranks, period: int, outer_lr: float, seed: int) -> None:
         self.ranks, self.period, self.lr, self.seed = ranks, period, outer_lr, seed
@@ -100,12 +104,13 @@ class Contestant:
     def mix(self, stacked: Tensor) -> Tensor:
         """With the partner of the round."""
         partners = partners_of(self.topology, self.ranks.count, self.seed, self.rounds)
-        return (stacked + stacked[partners]) / 2
+        sent = stacked if self.wire is None else stacked.to(self.wire).to(stacked.dtype)
+        return stacked + (sent[partners] - sent) / 2
 
     def sends(self, elements: float, *, all_reduce: bool) -> None:
-        """Counts so many elements of every rank, of 4 bytes."""
-        p = self.ranks.count
-        self.bytes += 4 * elements * (2 * (p - 1) / p if all_reduce else 1.0)
+        """Counts so many elements of every rank."""
+        p, size = self.ranks.count, (self.wire or torch.float32).itemsize
+        self.bytes += size * elements * (2 * (p - 1) / p if all_reduce else 1.0)
 
     def restart(self, weights: list[Tensor]) -> None:
         """Local and outer weights are these."""
@@ -179,11 +184,26 @@ class OursOverlap(Ours):
 class OursTwice(Ours):
     """`exchanges=2`: mixed with two partners, one after the other."""
 
+    exchanges = 2
+
     def exchange(self) -> None:
         super().exchange()
-        self.rounds += 1
-        self.restart([self.mix(y) for y in self.y])
-        self.sends(NUMEL, all_reduce=False)
+        for _ in range(self.exchanges - 1):
+            self.rounds += 1
+            self.restart([self.mix(y) for y in self.y])
+            self.sends(NUMEL, all_reduce=False)
+
+
+class OursTwiceNarrow(OursTwice):
+    """`exchanges=2, wire_dtype=torch.bfloat16`, with pairs of the default topology."""
+
+    topology, wire = "matching", torch.bfloat16
+
+
+class OursThriceNarrow(OursTwiceNarrow):
+    """`exchanges=3, wire_dtype=torch.bfloat16`."""
+
+    exchanges = 3
 
 
 class PlainGossip(Ours):
@@ -204,6 +224,8 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "DiLoCo": DiLoCo,
     "NoLoCo": NoLoCo,
     "ours, two exchanges": OursTwice,
+    "ours, two in bf16": OursTwiceNarrow,
+    "ours, three in bf16": OursThriceNarrow,
 }
 
 
@@ -274,8 +296,9 @@ def main() -> None:
     options = parser.parse_args()
     setting = {"steps": options.steps, "global_batch": GLOBAL_BATCH, "parameters": NUMEL}
     rows: list[dict[str, Any]] = []
+    references: dict[tuple[int, int], list[float]] = {}
     for p in options.ranks:
-        for name in options.only:
+        for name in sorted(options.only, key=lambda name: name != "DiLoCo"):
             kind = CONTESTANTS[name]
             for period in (h for h in options.periods if h in kind.periods):
                 inner, outer, tried = search(kind, p, period, options.steps)
@@ -291,6 +314,10 @@ def main() -> None:
                     is_finite = all(map(math.isfinite, values))
                     row[f"{key}_mean"] = round(statistics.fmean(values), 4) if is_finite else None
                     row[f"{key}_interval"] = half_width_95(values) if is_finite else None
+                if name == "DiLoCo":
+                    references[p, period] = row["accuracy"]
+                if (known := references.get((p, period))) and name != "DiLoCo":
+                    row["to_diloco"] = paired(row["accuracy"], known, 2)
                 rows.append(row | {"megabytes": round(runs[0]["megabytes"], 3), "search": tried})
                 tell("", rows[-1])
                 published = merged("local_steps", rows, "ranks", "contestant", "local_steps")

@@ -18,6 +18,12 @@ zeros at first, U = u + C, and D the mean of what partners sent less what was se
 
 C takes from the optimizer's momentum what it has of its own: if the update is u = 0.9 u - lr g,
 then u + C is what an optimizer would do whose momentum is changed by c D. Its bytes are 0.
+
+The ways of `gg.suda` polarise a tracker H of the mean momentum M, with a partner's values half and
+half in every exchange (`gossipgrad.suda`, its backbones `demuon` and `semi-atc-gt`):
+
+    suda      H = mix(H + M - M of before), U = -u(H)
+              demuon: W = mix(W - U); else Z = mix(Z + U - U of before), W = mix(W) - Z
 """
 
 import argparse
@@ -45,7 +51,7 @@ class Way(NamedTuple):
     """A rule of mixing, in the letters of this file's head."""
 
     bytes: float = 1  # in sizes of the model a step
-    mode: str = "overlap"
+    mode: str = "overlap"  # or "sync", "all-reduce", "demuon", "semi-atc-gt"
     w: float = 0.5
     b: float = 0.0
     c: float = 0.0
@@ -100,6 +106,9 @@ WAYS = {
     ),
     "overlap, second of own momentum": Way(second="momentum"),
     "overlap, two, second of own momentum": Way(w=2 / 3, partners=2, wire=HALF, second="momentum"),
+    # With Muon.
+    "suda, demuon": Way(2, "demuon"),
+    "suda": Way(3, "semi-atc-gt"),
     "sync, second of momentum, c": Way(2, "sync", c=0.2, momentum=0.5, second="momentum"),
 }
 
@@ -113,15 +122,16 @@ class Task(NamedTuple):
     batch: int  # samples of all ranks in a step
     steps: int
     rates: tuple[float, ...]
-    adam: bool = False
+    optimizer: str = "sgd"  # or "adam", or "muon": Adam where no hidden layer's matrix is
     ranks: tuple[int, ...] = (8, 32, 128)
 
 
 TASKS = {
     "digits": Task("digits", 1, (64, 64), 1024, 300, (0.1, 0.2)),
     "fashion": Task("fashion-mnist", 4, (64, 64), 2048, 400, (0.2, 0.4)),
+    "fashion-muon": Task("fashion-mnist", 4, (64, 64), 512, 468, (0.01, 0.02), "muon", (8, 32)),
     "fashion-wide": Task("fashion-mnist", 1, (128, 128), 2048, 580, (0.1, 0.2)),
-    "fashion-adam": Task("fashion-mnist", 4, (64, 64), 512, 468, (0.01, 0.02), True),
+    "fashion-adam": Task("fashion-mnist", 4, (64, 64), 512, 468, (0.01, 0.02), "adam"),
     # The task of `equal_accuracy --tasks topology`, for a comparison of the two.
     "check": Task("digits", 1, (128, 128), 256, 600, (0.05,)),
 }
@@ -152,11 +162,11 @@ class Perceptrons:
         self.weights = torch.stack(first).repeat_interleave(ranks, 0)
         self.gradients = torch.empty_like(self.weights)
         self._layers, self._slopes = (
-            list(self._views(of, sizes)) for of in (self.weights, self.gradients)
+            list(self.views(of, sizes)) for of in (self.weights, self.gradients)
         )
 
     @staticmethod
-    def _views(of: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def views(of: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         start = 0
         for i, o in pairwise(sizes):
             weight = of[:, start : start + i * o].unflatten(1, (o, i))
@@ -188,12 +198,23 @@ class Perceptrons:
 
     def outputs(self, x: Tensor, means: Tensor, sizes: list[int]) -> Tensor:
         """Logits `(seeds, samples, classes)` of the means."""
-        layers = list(self._views(means, sizes))
+        layers = list(self.views(means, sizes))
         x = x.expand(len(means), *x.shape)
         for number, (weight, bias) in enumerate(layers):
             x = torch.baddbmm(bias[:, None], x, weight.mT)
             x = x.relu_() if number < len(layers) - 1 else x
         return x
+
+
+def polar(matrices: Tensor) -> Tensor:
+    """Orthogonal factors of a stack, by the five Newton-Schulz steps of `torch.optim.Muon`."""
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + torch.baddbmm(-4.775 * gram, gram, gram, alpha=2.0315) @ x
+    return x.mT if is_tall else x
 
 
 @torch.no_grad()
@@ -206,7 +227,10 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
     rows = 1 if is_exact else ranks
     model = Perceptrons(sizes, seeds, rows)
     w, g = model.weights, model.gradients
-    state = [torch.zeros_like(w) for _ in range(1 + task.adam)]
+    is_adam, is_muon = task.optimizer != "sgd", task.optimizer == "muon"
+    is_suda = way.mode in ("demuon", "semi-atc-gt")
+    state = [torch.zeros_like(w) for _ in range(1 + is_adam)]
+    tracker, duals, before = [torch.zeros_like(w) for _ in range(3)] if is_suda else [w] * 3
     correction = torch.zeros_like(w) if way.c and not way.inside else None
     update = torch.zeros_like(w)
     sent, scale = torch.zeros_like(w), w
@@ -238,6 +262,13 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
             result += of.index_select(0, partners(way.partners * round + other))
         return result.div_(way.partners).sub_(of)
 
+    def polarise(momentum: Tensor, lr: float) -> None:
+        """Muon's update of the hidden matrices, of the size of Adam's; biases keep theirs."""
+        views = (list(model.views(each, sizes))[:-1] for each in (momentum, update, w))
+        for (matrices, _), (updates, _), (weights, _) in zip(*views, strict=True):
+            size = 0.2 * math.sqrt(max(matrices.shape[-2:]))
+            updates.copy_(polar(matrices)).mul_(-lr * size).add_(weights, alpha=-lr * 0.01)
+
     for step in range(task.steps):
         lr = cosine(rate * (1 - way.mu) / 0.1, step, task.steps, warm_up)
         chosen = []
@@ -251,9 +282,9 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
         is_overlap = way.mode == "overlap"
         if is_overlap:
             torch.add(w, update, alpha=way.b, out=sent)
-        momenta = state[0].clone() if is_overlap and way.momentum else None
+        momenta = state[0].clone() if (is_overlap and way.momentum) or is_suda else None
         # The optimizer's update.
-        if task.adam:
+        if is_adam:
             first, second = state
             debt = 1 - 0.9 ** (step + 1)
             if way.second == "momentum":  # gg.GossipAdamW
@@ -270,11 +301,24 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
             torch.mul(w, -lr * 0.01, out=update)
             update.addcdiv_(first, root, value=-lr / debt)
             scale = root.mul_(-debt / lr)  # of a change of weights in the first moment
+            if is_suda and momenta is not None:
+                tracker.add_(first).sub_(momenta)
+                tracker.add_(difference(tracker, step), alpha=0.5)
+            if is_muon:
+                polarise(tracker if is_suda else torch.lerp(g, first, 0.9), lr)
         else:
             state[0].mul_(way.mu).add_(g)
             torch.mul(state[0], -lr, out=update)
         if is_exact:
             w.add_(update)
+        elif way.mode == "demuon":
+            w.add_(update)
+            w.add_(difference(w, step), alpha=0.5)
+        elif is_suda:
+            duals.sub_(update).sub_(before)
+            duals.add_(difference(duals, step), alpha=0.5)
+            before = -update
+            w.add_(difference(w, step), alpha=0.5).sub_(duals)
         elif is_overlap:
             delta = difference(sent, step)
             if way.inside:
