@@ -302,6 +302,7 @@ class Kind(NamedTuple):
     bare: str | None = None
     steps: int = 1
     is_hidden: bool = False
+    waits: bool = False  # for its partner before each step, so that ranks come in step
 
 
 ALONE, EXCHANGE, REDUCE = "no communication", "bare exchange", "bare all-reduce"
@@ -310,16 +311,18 @@ KINDS: dict[str, Kind] = {
     **{n: Kind(lambda s, n=n: Bare(s, n.removeprefix("bare "))) for n in BARE},
     ALONE: Kind(Contestant),
     "gossip": Kind(Gossip, EXCHANGE, is_hidden=True),
-    "gossip, sync": Kind(lambda s: Gossip(s, mode="sync"), EXCHANGE, is_hidden=True),
+    "gossip, sync": Kind(lambda s: Gossip(s, mode="sync"), EXCHANGE, is_hidden=True, waits=True),
     "gossip, sync with momentum, bf16 wire": Kind(
         lambda s: Gossip(s, mode=gg.Sync(momentum=0.9), wire_dtype=torch.bfloat16),
         "bare exchange, bf16",
         is_hidden=True,
+        waits=True,
     ),
     "gossip, sync with momentum, two exchanges, bf16 wire": Kind(
         lambda s: Gossip(s, mode=gg.Sync(momentum=0.9), exchanges=2, wire_dtype=torch.bfloat16),
         EXCHANGE,
         is_hidden=True,
+        waits=True,
     ),
     "gossip, bf16 wire": Kind(
         lambda s: Gossip(s, wire_dtype=torch.bfloat16), "bare exchange, bf16", is_hidden=True

@@ -261,7 +261,8 @@ class _Measuring:
             step = max(compute, transfer, 1e-4)
             steps = max(1 + kind.is_hidden, math.ceil(self._grid.block_seconds / step))
             # What is hidden leaves nothing in flight that could hold up the second step.
-            is_free = (kind.is_hidden or name == ALONE) and transfer < compute
+            is_apart = (kind.is_hidden and not kind.waits) or name == ALONE
+            is_free = is_apart and transfer < compute
             warm_up = (1 if is_free else 2) if kind.is_hidden else 0
             # Bytes are counted from the warm-up on: both are whole periods.
             whole = (kind.steps * math.ceil(count / kind.steps) for count in (warm_up, steps))
