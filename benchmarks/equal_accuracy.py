@@ -88,13 +88,18 @@ ALL_REDUCE: Ways = {"all-reduce": (2, {"strategy": "allreduce"})}
 OVERLAP: Ways = {"overlap, weights": (1, {})}
 SYNC: Ways = {"sync, weights": (1, {"mode": "sync"})}
 MOMENTUM = {"mode": "sync", "payload": "weights+momentum"}
-SGD: Ways = ALL_REDUCE | OVERLAP | SYNC
+CORRECTED = {"mode": gg.Sync(momentum=0.9), "wire_dtype": torch.bfloat16, "topology": "matching"}
+NARROW: Ways = {
+    "sync with momentum, bf16 wire": (0.5, CORRECTED),
+    "sync with momentum, bf16 wire, two exchanges": (1, CORRECTED | {"exchanges": 2}),
+}
+SGD: Ways = ALL_REDUCE | OVERLAP | SYNC | NARROW
 SGD |= {
     "overlap, momentum": (2, {"payload": "weights+momentum"}),
     "sync, momentum": (2, MOMENTUM),
     "sync, momentum, two exchanges": (4, MOMENTUM | {"exchanges": 2}),
 }
-ADAM: Ways = ALL_REDUCE | OVERLAP | SYNC
+ADAM: Ways = ALL_REDUCE | OVERLAP | SYNC | NARROW
 ADAM |= {
     "all-reduce, GossipAdamW": (2, {"strategy": "allreduce", "rule": True}),
     "sync, state": (3, {"mode": "sync", "payload": "weights+state"}),

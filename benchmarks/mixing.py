@@ -15,6 +15,7 @@ zeros at first, U = u + C, and D the mean of what partners sent less what was se
 
     overlap   S = W + b U of the last step; D of S; C = k C + c D; W = W + u + C + w D
     sync      C = k C; W = W + u + C; D of W; W = W + w D; C = C + c D
+    both      D of W; C = k C; W = W + u + C + w D; C = C + c D; then the exchange of sync
 
 C takes from the optimizer's momentum what it has of its own: if the update is u = 0.9 u - lr g,
 then u + C is what an optimizer would do whose momentum is changed by c D. Its bytes are 0.
@@ -51,7 +52,7 @@ class Way(NamedTuple):
     """A rule of mixing, in the letters of this file's head."""
 
     bytes: float = 1  # in sizes of the model a step
-    mode: str = "overlap"  # or "sync", "all-reduce", "demuon", "semi-atc-gt"
+    mode: str = "overlap"  # or "sync", "both", "all-reduce", "demuon", "semi-atc-gt"
     w: float = 0.5
     b: float = 0.0
     c: float = 0.0
@@ -80,6 +81,9 @@ WAYS = {
     "sync, c, two in bf16": Way(mode="sync", w=0.65, c=0.35, partners=2, wire=HALF),
     "sync, one after the other in bf16": Way(mode="sync", rounds=2, wire=HALF),
     "sync, c, one after the other in bf16": Way(mode="sync", c=0.2, rounds=2, wire=HALF),
+    "both, in bf16": Way(mode="both", wire=HALF),
+    "both, c, in bf16": Way(mode="both", c=0.2, wire=HALF),
+    "both, c = 0.15, in bf16": Way(mode="both", c=0.15, wire=HALF),
     "overlap, two in bf16": Way(w=2 / 3, partners=2, wire=HALF),
     "overlap, c, two in bf16": Way(w=0.5, c=0.1, partners=2, wire=HALF),
     "overlap, b = 1, c, two in bf16": Way(w=0.25, b=1.0, c=0.15, partners=2, wire=HALF),
@@ -333,12 +337,18 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
                 state[0].add_(delta, alpha=way.momentum)
                 w.add_(delta, alpha=-lr * way.cross)
         else:
+            rounds = 1 + (way.mode == "both")
+            hidden = difference(w, rounds * step) if way.mode == "both" else None
             if correction is not None:
                 correction.mul_(way.k)
                 update.add_(correction)
             w.add_(update)
+            if hidden is not None:
+                w.add_(hidden, alpha=way.w)
+                if correction is not None:
+                    correction.add_(hidden, alpha=way.c)
             for each in range(way.rounds):
-                delta = difference(w, way.rounds * step + each)
+                delta = difference(w, rounds * way.rounds * step + rounds - 1 + each)
                 w.add_(delta, alpha=way.w)
                 if way.inside:
                     state[0].addcmul_(delta, scale, value=way.c)
