@@ -78,6 +78,14 @@ def test_local_steps_send_at_the_ends_of_periods_and_disagreement_is_recorded(tm
     assert 'data-chart="disagreement"' in (tmp_path / "report.html").read_text()
 
 
+def test_checkpoints_of_two_exchanges_a_step_are_named_after_steps(tmp_path):
+    options = {"gossip": GossipConfig(mode="sync", exchanges=2)}
+    more = {"checkpoint_every": 10, "keep_checkpoints": 1000, "options": options, "trace": 0}
+    outcome = run(config(tmp_path, nproc=2, epochs=1, **more))
+    assert outcome.summary["steps_per_rank"] == [45, 45]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [10, 20, 30, 40, 45]
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     """In mode stale; it takes fewer steps, all of which count, and ends with the others."""

@@ -206,7 +206,8 @@ class Gossip(RunningStrategy):
             return steps
         # Ranks that were stopped after unequal steps are in the same round when they continue.
         own = steps - self._ahead
-        return self._ahead + self._session.round_number * self._every + own % self._every
+        rounds = self._session.round_number // self._session.settings.exchanges
+        return self._ahead + rounds * self._every + own % self._every
 
     def checkpoint_due(self, steps: int, every: int) -> bool:
         return self.is_stale or super().checkpoint_due(steps, every)
