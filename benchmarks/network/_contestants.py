@@ -324,6 +324,17 @@ KINDS: dict[str, Kind] = {
         is_hidden=True,
         waits=True,
     ),
+    "gossip, sync with momentum and overlap, bf16 wire": Kind(
+        lambda s: Gossip(
+            s,
+            mode=gg.Sync(momentum=0.9, overlap=True),
+            exchanges=2,
+            wire_dtype=torch.bfloat16,
+        ),
+        EXCHANGE,
+        is_hidden=True,
+        waits=True,
+    ),
     "gossip, bf16 wire": Kind(
         lambda s: Gossip(s, wire_dtype=torch.bfloat16), "bare exchange, bf16", is_hidden=True
     ),

@@ -19,6 +19,7 @@ SETTINGS = {
     "overlap, averages": {"average_every": 3, "stop": 5},
     "sync, averages": {"mode": "sync", "average_every": 2},
     "sync, momentum": {"mode": gg.Sync(momentum=0.9), "exchanges": 2},
+    "sync, overlap": {"mode": gg.Sync(momentum=0.9, overlap=True), "exchanges": 2},
     "sync, momentum, every 3, in a round": {"mode": gg.Sync(momentum=0.9), "every": 3, "stop": 5},
     "state every 2": {"payload": gg.WeightsAndState(every=2), "optimizer": adam, "stop": 5},
     "bf16 weights": {"dtype": torch.bfloat16, "gradients": set_gradients},

@@ -17,6 +17,7 @@ def begin(**settings):
 
 MASK = {"compress": "shared-mask:0.1"}
 MOMENTUM = gg.Sync(momentum=0.9)
+OVERLAP = gg.Sync(overlap=True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ MOMENTUM = gg.Sync(momentum=0.9)
         # of mode sync with a momentum: all weights, every step, and nothing else
         *({"mode": MOMENTUM, **other} for other in (MASK, {"payload": "weights+momentum"})),
         {"mode": MOMENTUM, "local_steps": 4},
+        {"mode": OVERLAP},
+        *({"mode": OVERLAP, "exchanges": 2, **other} for other in ({"every": 2}, MASK)),
     ],
     ids=lambda settings: ", ".join(settings),
 )
@@ -66,6 +69,7 @@ def test_wrong_settings_are_refused_by_name(settings):
         (lambda: gg.Sync(patience_seconds=True), "patience_seconds"),
         (lambda: gg.Sync(momentum=1.0), "momentum"),
         (lambda: gg.Sync(momentum=0.9, gain=0.0), "gain"),
+        (lambda: gg.Sync(overlap=1), "overlap"),
         (lambda: gg.Sync(momentum=0.9, gain="1"), "gain"),
         (lambda: gg.WeightsAndState(every=0), "every"),
         (lambda: gg.WeightsAndState(every=1.5), "every"),

@@ -1,5 +1,7 @@
 """Mode sync with a momentum: the rule of the reference, and a mean that stays."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ MODE = gg.Sync(momentum=0.9, gain=0.4)
 
 def compare(world_size, steps, **settings):
     """The replicas of sessions and of the reference."""
-    topology = settings.pop("topology", "matching")
-    ours = train(world_size, steps, mode=MODE, topology=topology, heartbeats=None, **settings)
+    topology, overlap = settings.pop("topology", "matching"), settings.pop("overlap", False)
+    mode = dataclasses.replace(MODE, overlap=overlap)
+    ours = train(world_size, steps, mode=mode, topology=topology, heartbeats=None, **settings)
     theirs = train_reference(
         world_size,
         steps,
@@ -22,6 +25,7 @@ def compare(world_size, steps, **settings):
         mode="sync",
         momentum=MODE.momentum,
         gain=MODE.gain,
+        overlap=overlap,
         **settings,
     )
     return ours, theirs.w
@@ -35,6 +39,9 @@ def compare(world_size, steps, **settings):
         (5, {"wire_dtype": torch.bfloat16, "exchanges": 2}),
         (4, {"dtype": torch.bfloat16}),
         (4, {"every": 3}),
+        (2, {"overlap": True, "exchanges": 2}),
+        (5, {"overlap": True, "exchanges": 2, "wire_dtype": torch.bfloat16}),
+        (4, {"overlap": True, "exchanges": 3, "dtype": torch.bfloat16}),
     ],
 )
 def test_ten_steps_are_those_of_the_reference(world_size, settings):
@@ -42,13 +49,16 @@ def test_ten_steps_are_those_of_the_reference(world_size, settings):
     assert_same_bits(*compare(world_size, 10, **settings))
 
 
+@pytest.mark.parametrize("more", [{}, {"overlap": True, "exchanges": 2}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_thousand_steps_are_those_of_the_reference(dtype):
-    assert_same_bits(*compare(3, 1_000, dtype=dtype, gradients=set_gradients, optimizer=plain_sgd))
+def test_a_thousand_steps_are_those_of_the_reference(dtype, more):
+    more = {"gradients": set_gradients, "optimizer": plain_sgd, **more}
+    assert_same_bits(*compare(3, 1_000, dtype=dtype, **more))
 
 
-def test_averages_clear_the_corrections():
-    ours, theirs = compare(4, 11, average_every=4, gradients=set_gradients)
+@pytest.mark.parametrize("more", [{}, {"overlap": True, "exchanges": 2}], ids=str)
+def test_averages_clear_the_corrections(more):
+    ours, theirs = compare(4, 11, average_every=4, gradients=set_gradients, **more)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-6)
 
@@ -76,8 +86,9 @@ def test_equal_replicas_stay_equal(equalise):
         assert before > 0 == after
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
-def test_the_mean_stays_in_a_thousand_steps(wire_dtype):
+def test_the_mean_stays_in_a_thousand_steps(wire_dtype, overlap):
     """Replicas come together."""
 
     def use(me):
@@ -86,7 +97,8 @@ def test_the_mean_stays_in_a_thousand_steps(wire_dtype):
         moved_by(me, 1_000)
         return before, me.mean().double(), me.session.consensus_distance()
 
-    settings = {"mode": MODE, "exchanges": 2, "wire_dtype": wire_dtype, "optimizer": plain_sgd}
+    mode = dataclasses.replace(MODE, overlap=overlap)
+    settings = {"mode": mode, "exchanges": 2, "wire_dtype": wire_dtype, "optimizer": plain_sgd}
     for before, after, distance in run_sessions(5, use, heartbeats=None, **settings):
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
         assert distance < (1e-5 if wire_dtype is None else 1e-2) * float(after.norm())

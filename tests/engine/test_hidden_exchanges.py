@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 from support.waiting import HANG_SECONDS
 
 STEPS = 6
+OVERLAP = {"mode": gg.Sync(momentum=0.9, overlap=True), "exchanges": 2}
 
 
 class Block(nn.Module):
@@ -141,6 +142,9 @@ def assert_same(ours, theirs):
         ("plain", {"compress": "shared-mask:0.3"}),
         ("plain", {"every": 2}),
         ("plain", {"average_every": 3}),
+        *((way, OVERLAP) for way in WAYS),
+        ("plain", {**OVERLAP, "exchanges": 3}),
+        ("plain", {**OVERLAP, "average_every": 3}),
     ],
 )
 def test_hiding_the_exchange_changes_no_bit(way, settings):

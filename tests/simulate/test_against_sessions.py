@@ -101,6 +101,7 @@ def test_the_published_rule_is_that_of_the_reference(payload):
         {"wire_dtype": torch.bfloat16, "payload": "weights+state", "mode": "sync"},
         {"average_every": 3, "payload": "weights+state"},
         {"mode": gg.Sync(momentum=0.9), "exchanges": 2, "average_every": 4},
+        {"mode": gg.Sync(momentum=0.9, overlap=True), "exchanges": 2, "average_every": 4},
         {"topology": by_name("dissemination", P, rotate=False)},
         {"topology": by_name("complete", P, seed=2)},
     ],

@@ -56,6 +56,7 @@ FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
     "gossip, sync with momentum": partial(gossip, mode=gg.Sync(momentum=0.9)),
+    "gossip, sync with overlap": partial(gossip, mode=gg.Sync(overlap=True), exchanges=2),
     "gossip, stale": partial(gossip, mode="stale"),
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
@@ -76,7 +77,7 @@ LOCKSTEP = {name for name in FAMILIES if name.startswith("sparsify")}
 DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1, "gossip, local steps": 0.3}
 STEPS = {"gossip, stale": 160, "gossip, shared mask": 150, "gossip, local steps": 240}
 # Steps in a round, and those whose outer optimizer steps without partners, too.
-ROUND_STEPS = {"gossip, local steps": 2}
+ROUND_STEPS = {"gossip, local steps": 2, "gossip, sync with overlap": 1 / 2}
 
 WORLD_SIZE = 4
 

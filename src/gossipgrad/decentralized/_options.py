@@ -19,13 +19,14 @@ from gossipgrad.decentralized._settings import (
     Payload,
     check_compress,
     check_exchanges,
-    check_momentum,
+    check_sync,
     resolve_compress,
     resolve_local_steps,
     resolve_payload,
 )
 from gossipgrad.engine import (
     Mode,
+    Sync,
     check_numbers,
     check_stale,
     resolve_average_every,
@@ -94,7 +95,7 @@ class CheckedOptions:
                 "scaled them differently: use payload='weights'"
             )
         check_compress(resolve_compress(self.compress), payload, self.seed)
-        check_momentum(mode, payload, self.compress, self.local_steps)
+        check_sync(mode, payload, self.compress, self.local_steps, self.every)
         resolve_average_every(self.average_every, 1)
         check_exchanges(self.exchanges, mode)
         resolve_local_steps(self.local_steps, self.outer, self.every, payload)
@@ -149,7 +150,7 @@ def resolve_settings(
     `island` is the number of ranks that share a replica, of which `slices` exchange, or all.
 
     Raises:
-        ValueError: The payload has gradients, and islands exchange none.
+        ValueError: The payload has gradients, or mode sync overlaps, which islands do not support.
     """
     resolved_mode = resolve_mode(options.mode)
     resolved_payload = resolve_payload(options.payload, resolved_mode)
@@ -157,6 +158,11 @@ def resolve_settings(
         raise ValueError(
             f"payload {resolved_payload} with island=: gradients are averaged inside an island, "
             "and weights are exchanged between islands. Use payload='weights'"
+        )
+    if island > 1 and isinstance(resolved_mode, Sync) and resolved_mode.overlap:
+        raise ValueError(
+            "overlap=True of mode sync with island=: no pass of an island hides its exchanges in "
+            "mode sync. Use mode='overlap', or leave overlap out"
         )
     if isinstance(resolved_payload, Gradients):
         warn(

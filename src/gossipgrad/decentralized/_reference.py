@@ -40,7 +40,9 @@ Rules. The comments in the code name the rule that a line implements.
     R9  After steps H, 2H, ... the exact average replaces every replica. (Gossip-PGA; authors'
         code, `allreduce_iter`.)
     R10 `exchanges` n: R3 is done n times in a step, each time as a round with its own partner.
-        (Ours: between one partner and all.)
+        (Ours: between one partner and all.) With `overlap` the first of these n rounds is R4, of
+        the weights with which the gradient is computed, and the others are R3. (Ours: D-PSGD and
+        adapt-then-combine in one step.)
     R11 sync with a momentum k > 0: after the update of every step C_r <- k C_r, w_r <- w_r + C_r;
         in each R3, C_r <- C_r + c a (y_r - x_r). An average (R9) sets C_r to 0. The sum over
         ranks of C_r stays 0. (Ours: with R7 the momentum u_r of SGD becomes u_r + a (u_s - u_r);
@@ -123,6 +125,7 @@ class Reference:
         state_every: Rounds from one exchange of the optimizer's state to the next (R7).
         average_every: Steps between exact averages (R9), "log_p" for `ceil(log2 p)`, or None.
         exchanges: Rounds in a step of mode "sync" (R10).
+        overlap: Whether the first of these is R4; with `exchanges` of 2 or more, `every` 1.
         momentum: k of R11, for mode "sync" and payload "weights"; 0 for no corrections.
         gain: c of R11.
         wire_dtype: The dtype on the wire; None sends each tensor in its own.
@@ -156,6 +159,7 @@ class Reference:
         state_every: int = 1,
         average_every: int | str | None = None,
         exchanges: int = 1,
+        overlap: bool = False,
         momentum: float = 0.0,
         gain: float = 0.4,
         wire_dtype: torch.dtype | None = None,
@@ -179,6 +183,10 @@ class Reference:
             raise ValueError(
                 f"momentum={momentum} with mode={mode!r} and payload={payload!r}: it corrects "
                 "weights in mode 'sync' with payload 'weights'."
+            )
+        if overlap and (exchanges < 2 or every > 1):
+            raise ValueError(
+                f"overlap with exchanges={exchanges} and every={every}: it needs 2 and 1."
             )
         if average_every == "log_p":
             average_every = max(1, math.ceil(math.log2(p)))
@@ -210,6 +218,7 @@ class Reference:
         self.state_every = state_every
         self.average_every = average_every
         self.exchanges = exchanges
+        self.overlap = overlap
         self.momentum = momentum
         self.gain = gain
         self.wire_dtype = wire_dtype
@@ -228,15 +237,18 @@ class Reference:
         gradients = self.payload.startswith("gradients")
         early = self.mode != "sync" and not gradients
 
-        if opens and early:
+        if opens and (early or self.overlap):
             self.outstanding = self._exchange([self._values(r) for r in range(self.p)])  # R4, R5
         if closes and gradients:
             self._mix_gradients()  # R8
         self._update()  # w_r <- w_r + dw_r
         if self.momentum:
             self._correct()  # R11
+        if self.overlap:
+            self._settle()  # R10
+            self.rounds += 1
         if closes and not early and self.payload != "gradients":
-            for _ in range(self.exchanges - 1):  # R10
+            for _ in range(self.exchanges - 1 - self.overlap):  # R10
                 self.outstanding = self._exchange([self._values(r) for r in range(self.p)])
                 self._settle()
                 self.rounds += 1

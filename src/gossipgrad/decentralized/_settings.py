@@ -19,7 +19,7 @@ __all__ = [
     "check_compress",
     "check_exchanges",
     "check_moments",
-    "check_momentum",
+    "check_sync",
     "resolve_compress",
     "resolve_local_steps",
     "resolve_payload",
@@ -174,21 +174,31 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
             f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
             "Use mode='sync', or leave exchanges at 1"
         )
+    if isinstance(mode, Sync) and mode.overlap and exchanges == 1:
+        raise ValueError(
+            "overlap=True of mode sync with exchanges=1: backward hides the last of several "
+            "exchanges. Use exchanges=2, or mode='overlap'"
+        )
 
 
-def check_momentum(mode: Mode, payload: Payload, compress: Any, local_steps: Any) -> None:
-    """Raise `ValueError` for settings that do not go with a momentum of mode sync."""
-    if not isinstance(mode, Sync) or not mode.momentum:
+def check_sync(mode: Mode, payload: Payload, compress: Any, local_steps: Any, every: Any) -> None:
+    """Raise `ValueError` for settings that do not go with a momentum or overlap of mode sync."""
+    if not isinstance(mode, Sync) or not (mode.momentum or mode.overlap):
         return
-    for name, value, way in (
+    what = f"momentum={mode.momentum}" if mode.momentum else "overlap=True"
+    others = [
         ("compress", compress, "send all weights"),
         ("local_steps", local_steps, "the outer optimizer has a momentum of its own"),
         ("payload", None if isinstance(payload, Weights) else payload, "use payload='weights'"),
-    ):
+    ]
+    if mode.overlap and every != 1:
+        others.append(("every", every, "backward hides an exchange of each step"))
+    for name, value, way in others:
         if value is not None:
+            what = "overlap=True" if name == "every" else what
             raise ValueError(
-                f"momentum={mode.momentum} of mode sync and {name}={value!r} do not go together: "
-                f"leave one of them out ({way})"
+                f"{what} of mode sync and {name}={value!r} do not go together: leave one of them "
+                f"out ({way})"
             )
 
 

@@ -29,7 +29,14 @@ class StepDriver:
     A step that ends a round runs in this order: mix gradients, step the optimizers, the family's
     own part, mix flows `ACROSS` and send the next snapshot, or send flows `AFTER_UPDATE`, then the
     periodic average if it is due. Buckets sent after the update are mixed as the next forward pass
-    reads them, and the rest before the next step, or in `wait()`.
+    reads them, and the rest before the next step, or in `wait()`. Then `Sync(overlap=True)` sends
+    the weights as they were read:
+
+    1. The forward pass reads its last bucket, w = w + D. The session sends w to the next partner.
+    2. Backward computes the gradient of w. The partner's part arrives.
+    3. The optimizers step, and this part is mixed. The next exchange sends the result.
+
+    If `wait()` ends the exchange earlier, w is sent then: it is the same.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class StepDriver:
         self._forward: ForwardHooks | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
+        self._is_behind_backward = False  # the last exchange of a step, of mode sync
         self._arriving: Arriving | None = None
         self._ends_after = -1  # the backward pass at whose end a step ends
 
@@ -70,6 +78,11 @@ class StepDriver:
         return self._rounds.position(self.steps, self._settings.every)
 
     @property
+    def sends_ahead(self) -> bool:
+        """Whether the open round is of the step to come, and not of the last one."""
+        return bool(self.in_phase(Phase.ACROSS)) or self._is_behind_backward
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the next step starts a round."""
         return self.steps % self._settings.every == 0
@@ -78,6 +91,12 @@ class StepDriver:
     def _ends_round(self) -> bool:
         """Whether the current step is the last of its round."""
         return (self.steps + 1) % self._settings.every == 0
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether backward hides the last exchange of a step in mode sync."""
+        mode = self._settings.mode
+        return isinstance(mode, Sync) and mode.overlap
 
     def in_phase(self, phase: Phase) -> list[Flow]:
         """Return the flows of a phase."""
@@ -95,7 +114,7 @@ class StepDriver:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-            self._awaits_forward = False
+        self._awaits_forward = self._is_behind_backward = False
 
     def begin(self, *, sends: bool = True) -> None:
         """Send the first snapshot, or arm the gradients, at the beginning of a round."""
@@ -107,6 +126,8 @@ class StepDriver:
         if self._forward is None and (flows := after):
             self._hook_forward(flows)
         rounds.begin_step()
+        if sends and self._overlaps:
+            self._send_behind_backward(rounds, is_start=True)
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
                 steps = self._arriving.collective(rounds, self._members.current.living)
@@ -171,6 +192,8 @@ class StepDriver:
             if self._forward is not None:
                 self._forward.awaited.clear()
             self._rounds.close()
+            if self._overlaps:
+                self._send_behind_backward(self._rounds)
 
     def mix_gradients(self) -> None:
         """Exchange the gradients of a round that ends with this step, and mix them; once."""
@@ -233,12 +256,15 @@ class StepDriver:
         closes = self.is_boundary
         if isinstance(of.mode, Sync) and of.mode.momentum:
             rounds.correct(after, of.mode.momentum)
+        if self._is_behind_backward:
+            self._is_behind_backward = False
+            rounds.close()
         if closes and across and not averages:
             rounds.advance(self._across)
             return
         if closes:
             if after:
-                for _ in range(self._settings.exchanges - 1):
+                for _ in range(of.exchanges - 1 - self._overlaps):
                     rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                     rounds.close()
                 rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
@@ -252,6 +278,14 @@ class StepDriver:
             self.equal_at_step = steps
         if closes and across:
             rounds.start(self._across(rounds.next_round))
+        if closes and self._overlaps:
+            self._send_behind_backward(rounds)
+
+    def _send_behind_backward(self, rounds: Rounds, *, is_start: bool = False) -> None:
+        """Send the weights with which the gradient is computed, to mix after the update."""
+        flows = [f for f in self.in_phase(Phase.AFTER_UPDATE) if f.is_due(rounds.next_round)]
+        (rounds.start if is_start else rounds.open)(flows)
+        self._is_behind_backward = True
 
     def _hook_forward(self, flows: Sequence[Flow]) -> None:
         weights = [flow for flow in flows if flow.in_consensus]
@@ -272,6 +306,9 @@ class StepDriver:
         rounds, (flow, bucket) = self._rounds, self._read[number]
         assert rounds is not None
         self._is_read_unmixed |= not rounds.mix_early(flow, bucket)
+        assert self._forward is not None
+        if self._overlaps and not self._is_read_unmixed and not self._forward.awaited:
+            self.wait()
 
     def _follow(self, rounds: Rounds) -> None:
         """Enter the newest generation, and the others' round if this rank is joining."""

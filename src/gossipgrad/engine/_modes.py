@@ -54,6 +54,9 @@ class Sync:
         patience_seconds: As of `Overlap`.
         momentum: That of the optimizer, 0 to below 1. 0: no correction.
         gain: What C takes of each change by an exchange, above 0, at most 1.
+        overlap: With `exchanges=2` or more: the last exchange of a step is one of `Overlap`. It
+            sends the weights with which the gradient is computed, hides behind backward, and is
+            mixed after the next update. Not with `every`, other payloads, islands or joiners.
 
     References:
         The rule is not from a paper. Lin et al., Quasi-Global Momentum, arXiv:2102.04761, and Wang
@@ -64,9 +67,12 @@ class Sync:
     patience_seconds: float = 300.0
     momentum: float = 0.0
     gain: float = 0.4
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patience_seconds", _patience(self.patience_seconds))
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap of mode sync must be True or False, got {self.overlap!r}")
         for name, rule, fits in (
             ("momentum", "from 0 to below 1, such as the optimizer's 0.9", lambda v: 0 <= v < 1),
             ("gain", "above 0 and at most 1, such as 0.4", lambda v: 0 < v <= 1),

@@ -36,7 +36,7 @@ from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._check_replica import is_averaged
 from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
-from gossipgrad.engine._flow import Flow, Phase, memory_of
+from gossipgrad.engine._flow import Flow, memory_of
 from gossipgrad.engine._invitation import Invitation, why_not_join
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._island_gradients import IslandGradients
@@ -645,7 +645,7 @@ class Session:
         """
         if self._rounds is None:
             return 0
-        return self._rounds.next_round - bool(self._run.in_phase(Phase.ACROSS))
+        return self._rounds.next_round - self._run.sends_ahead
 
     def stats(self) -> Stats:
         """Return this rank's counters; no communication."""
@@ -858,7 +858,7 @@ class Session:
             rounds,
             replica,
             lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
-            refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
+            refusal=why_not_join(replica, self.schedule, of.mode, flows, self._heartbeats),
         )
         members.replica_sender = WeakMethod(self._send_replica)
         if self._island is not None:

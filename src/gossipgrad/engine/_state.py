@@ -10,7 +10,7 @@ from gossipgrad._messages import warn
 from gossipgrad.comm import Group, Membership, load_replica, local, misfit, replica_state
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._driver import StepDriver
-from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._flow import Flow
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
@@ -53,9 +53,9 @@ class StateKeeper:
             self._averaging.drain()
             return rounds.next_round
         driver.check()
-        is_across = bool(driver.in_phase(Phase.ACROSS))
-        rounds.catch_up(closes=is_across and not driver.is_boundary)
-        is_open = is_across and driver.is_boundary  # the loaded state opens its round once more
+        is_ahead = driver.sends_ahead
+        rounds.catch_up(closes=is_ahead and not driver.is_boundary)
+        is_open = is_ahead and driver.is_boundary  # the loaded state opens its round once more
         return rounds.next_round - 1 if is_open else rounds.next_round
 
     def state_dict(

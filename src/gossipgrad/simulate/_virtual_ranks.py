@@ -208,9 +208,10 @@ class VirtualRanks(Ranks):
     def _update(self) -> None:
         """The optimizer's step, and around it the round."""
         exchange, rounds = self._exchange, self._settings.exchanges
-        mode = self._settings.mode
-        if exchange is not None and not isinstance(mode, Sync):
-            exchange.open(self.steps, self._tensors_of(self.steps))
+        mode, first = self._settings.mode, self.steps * rounds
+        overlaps = isinstance(mode, Sync) and mode.overlap
+        if exchange is not None and (overlaps or not isinstance(mode, Sync)):
+            exchange.open(first, self._tensors_of(first))
         self.optimizer.step()
         if exchange is None:
             return
@@ -220,7 +221,9 @@ class VirtualRanks(Ranks):
         if isinstance(mode, Sync):
             for correction, weights in zip(self._corrections, self._weights, strict=False):
                 weights.add_(correction.mul_(mode.momentum))
-            for round in range(self.steps * rounds, (self.steps + 1) * rounds):
+            if overlaps:
+                self._close(exchange, first)
+            for round in range(first + overlaps, first + rounds):
                 exchange.open(round, self._tensors_of(round))
                 self._close(exchange, round)
         elif self.steps >= self._delay:
