@@ -20,6 +20,14 @@ from gossipgrad.topology import matching
             "sync, c, one after the other in bf16",
             {"mode": gg.Sync(momentum=0.9), "exchanges": 2, "wire_dtype": torch.bfloat16},
         ),
+        (
+            "both, c, in bf16",
+            {
+                "mode": gg.Sync(momentum=0.9, overlap=True),
+                "exchanges": 2,
+                "wire_dtype": torch.bfloat16,
+            },
+        ),
         ("sync, momentum", {"mode": "sync", "payload": "weights+momentum"}),
     ],
 )

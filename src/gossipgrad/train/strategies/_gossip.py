@@ -46,6 +46,8 @@ class GossipConfig:
     as 0.9. 0: do not."""
     sync_gain: float = 0.4
     """What the correction takes of each change by an exchange, above 0, at most 1."""
+    sync_overlap: bool = False
+    """In mode sync with two exchanges or more, hide the last one behind the backward pass."""
     local_steps: int | None = None
     """Exchange after so many steps alone, which an outer optimizer takes as one; None: as `every`
     says, without one."""
@@ -74,7 +76,7 @@ class GossipConfig:
         check_fields(self)
         check_at_least(self, 1, "every", "exchanges", "local_steps")
         gg.Nesterov(lr=self.outer_lr, momentum=self.outer_momentum)
-        gg.Sync(momentum=self.sync_momentum, gain=self.sync_gain)
+        gg.Sync(momentum=self.sync_momentum, gain=self.sync_gain, overlap=self.sync_overlap)
         resolve_compress(self.compress)
         check_rule(
             self,
@@ -124,13 +126,19 @@ class GossipStrategy(Strategy):
                 "averaged inside an island, and weights are exchanged between islands. Use "
                 "--payload weights."
             )
+        if setting.island > 1 and options.mode == "sync" and options.sync_overlap:
+            raise ValueError(
+                f"sync_overlap is set, but island is {setting.island}: no pass of an island hides "
+                "its exchanges in mode sync. Leave --sync-overlap out."
+            )
         check_ranks(options.faults, setting.world_size)
 
     def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
         idle = "patience_seconds" if options.mode == "stale" else "max_staleness"
         found = {idle: f"mode is {options.mode}"}
         if options.mode != "sync":
-            found |= dict.fromkeys(("sync_momentum", "sync_gain"), f"mode is {options.mode}")
+            names = "sync_momentum", "sync_gain", "sync_overlap"
+            found |= dict.fromkeys(names, f"mode is {options.mode}")
         elif not options.sync_momentum:
             found["sync_gain"] = "there is no sync_momentum"
         if options.local_steps is None:
@@ -202,5 +210,6 @@ def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync:
             patience_seconds=options.patience_seconds,
             momentum=options.sync_momentum,
             gain=options.sync_gain,
+            overlap=options.sync_overlap,
         )
     return gg.Overlap(patience_seconds=options.patience_seconds)
