@@ -82,7 +82,8 @@ def gossip(
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
             `ceil(log2(world_size))`; None for never, and in mode stale.
         exchanges: Number of partners per step, one after the other, in mode sync. Two nearly reach
-            all-reduce's accuracy, at twice the bytes; only the last exchange is hidden.
+            all-reduce's accuracy, at twice the bytes. The forward pass hides the last exchange;
+            with `gg.Sync(overlap=True)` backward hides one more.
         local_steps: Steps that each rank makes alone between two exchanges. Their total change is
             one step of the outer optimizer, whose weights are then mixed with the partner's:
             Factored Gossip DiLoCo. With a complete average it is DiLoCo. None: no outer optimizer,
