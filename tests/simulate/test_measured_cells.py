@@ -1,7 +1,7 @@
 """Predictions against what `python -m benchmarks.network` has measured on shaped links."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -36,9 +36,20 @@ def decent(cell, topology):
     return Gossip(topology=topology, bucket_bytes=scaled(25 << 20, cell, 1 << 18))
 
 
+def sync(cell, **options):
+    return Gossip(mode="sync", bucket_bytes=scaled(4 << 20, cell, 1 << 18), **options)
+
+
 OURS = {
     "gossip": lambda cell: Gossip(),
-    "gossip, sync": lambda cell: Gossip(mode="sync"),
+    "gossip, sync": sync,
+    "gossip, sync with momentum, bf16 wire": lambda cell: sync(cell, element_bytes=2),
+    "gossip, sync with momentum, two exchanges, bf16 wire": lambda cell: sync(
+        cell, element_bytes=2, exchanges=2
+    ),
+    "gossip, sync with momentum and overlap, bf16 wire": lambda cell: sync(
+        cell, element_bytes=2, exchanges=2, overlap=True
+    ),
     "gossip, bf16 wire": lambda cell: Gossip(element_bytes=2),
     "ddp": ddp,
     "ddp, fp16 hook": lambda cell: ddp(cell, element_bytes=2),
@@ -55,7 +66,7 @@ MODELLED = OURS | {
 def cells():
     """Measured cells of contestants that are modelled, each with the predicted seconds."""
     found = []
-    for name in ("network", "network_sync"):
+    for name in ("network", "network_sync", "network_wire"):
         held = json.loads((RESULTS / f"{name}.json").read_text())
         for cell in held["cells"]:
             if cell["contestant"] not in MODELLED or not cell.get("step_seconds_median"):
@@ -75,16 +86,10 @@ def cells():
 
 
 def test_steps_are_predicted_within_15_percent(cells):
-    """All but two of mode sync, in the grid that compares it with other forms of itself."""
     errors = [cell["predicted"] / cell["step_seconds_median"] - 1 for cell in cells]
     assert len(errors) > 50
     assert median(map(abs, errors)) < 0.05
-    missed = Counter(
-        (cell["grid"], cell["contestant"])
-        for cell, error in zip(cells, errors, strict=True)
-        if abs(error) > 0.15
-    )
-    assert missed == {("network_sync", "gossip, sync"): 2}
+    assert max(map(abs, errors)) < 0.15
 
 
 def test_the_way_that_is_predicted_to_be_the_fastest_is_within_5_percent_of_it(cells):

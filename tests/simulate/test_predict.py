@@ -53,6 +53,7 @@ def test_figures_follow_from_each_other(name):
         ("gossip-mask", 8, 0.1),
         ("local-steps", 8, 1 / 32),
         (Gossip(mode="sync", exchanges=2), 8, 2),
+        (Gossip(mode="sync", exchanges=2, overlap=True), 8, 2),
         (Gossip(state_copies=2), 8, 3),
         ("allreduce", 8, 2 * 7 / 8),
         ("suda", 8, 3),  # trackers, weights, directions
@@ -87,6 +88,17 @@ def test_sparse_bytes_do_not_grow_with_the_ranks_above_8():
         for p in (16, 64)
     }
     assert sent[64] == pytest.approx(sent[16], rel=0.1)
+
+
+def test_backward_hides_the_second_exchange():
+    """On links where an exchange takes a tenth of the compute."""
+    seconds = [
+        gg.predict(RESNET, Network.from_rate(8e10), Gossip(mode="sync", **options), world_size=8)
+        for options in ({}, {"exchanges": 2, "overlap": True}, {"exchanges": 2})
+    ]
+    one, hidden, two = (found.step_seconds for found in seconds)
+    assert one == pytest.approx(hidden, rel=1e-3)
+    assert two > 1.02 * one
 
 
 def test_stale_gossip_never_waits_and_skips_rounds_for_which_its_link_has_no_time():
@@ -161,6 +173,7 @@ def test_a_worse_network_or_worker_never_makes_a_step_end_sooner(
                 {"density": 2.0},
                 {"density": 0.5, "state_copies": 1},
                 {"exchanges": 2},
+                {"mode": "sync", "overlap": True},
                 {"mode": "stale", "topology": "dissemination"},
             )
         ),

@@ -37,6 +37,7 @@ class Gossip(Strategy):
         element_bytes: Of an element on the wire; None: as in the profile.
         bucket_bytes: Size of a message.
         exchanges: Partners of a step of `sync`, one after the other; the last is hidden.
+        overlap: Backward hides one more of them.
         density: Share of the weights that a round exchanges, of a shared mask.
 
     Raises:
@@ -51,6 +52,7 @@ class Gossip(Strategy):
     element_bytes: int | None = None
     bucket_bytes: int = 4 << 20
     exchanges: int = 1
+    overlap: bool = False
     density: float = 1.0
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class Gossip(Strategy):
             )
         if self.exchanges > 1 and self.mode != "sync":
             raise ValueError(f"exchanges={self.exchanges} needs mode sync, not {self.mode}")
+        if self.overlap and self.exchanges == 1:
+            raise ValueError("overlap hides the last of several exchanges: give exchanges=2")
         if self.mode == "stale" and not by_name(self.topology, 4).symmetric:
             raise ValueError(
                 f"mode stale needs symmetric pairs, which {self.topology} has not: choose "
@@ -189,7 +193,7 @@ class _GossipSteps(_Exchanges):
             end = start + compute_seconds * pace
             return self._close_round(end) if is_last else end
         end = self._read(start, pace) if self._flights else start + compute_seconds * pace
-        for _ in range(options.exchanges if is_last else 0):
+        for _ in range(options.exchanges - options.overlap if is_last else 0):
             end = self._open_round(self._close_round(end))
         return end
 
@@ -218,6 +222,9 @@ class _GossipSteps(_Exchanges):
         (weights, *state), self._flights = self._flights, []
         profile = self._setting.profile
         read = weights.after(start, profile.forward_seconds * pace)
+        if self._options.overlap:
+            read = self._open_round(read)
+            state, self._flights = self._flights, []
         end = self.close(read + sum(profile.backward_seconds) * pace, state)
         return end + profile.optimizer_seconds * pace
 
