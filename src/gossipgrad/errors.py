@@ -2,7 +2,13 @@
 
 from typing import ClassVar
 
-__all__ = ["AgreementError", "EvictedError", "GossipError", "ReplicaChangedError"]
+__all__ = [
+    "AgreementError",
+    "EvictedError",
+    "GossipError",
+    "ReplicaChangedError",
+    "UnlikeCallsError",
+]
 
 
 class GossipError(RuntimeError):
@@ -36,6 +42,10 @@ class EvictedError(GossipError):
     """
 
     section = "a-rank-is-lost-evicted-or-late"
+
+
+class UnlikeCallsError(GossipError):
+    """The ranks call different collectives of the session; none of them has done anything."""
 
 
 class ReplicaChangedError(GossipError):

@@ -84,6 +84,12 @@ def compiled(model, x, y, session):
     F.cross_entropy(torch.compile(model, backend="eager")(x), y).backward()
 
 
+def penalised(model, x, y, session):
+    """Autograd holds the first layers before any module is called."""
+    penalty = model.blocks[0].up.weight.square().sum() + model.blocks[0].scale.square().sum()
+    (F.cross_entropy(model(x), y) + 0.01 * penalty).backward()
+
+
 WAYS = {
     "plain": plain,
     "two passes": two_passes,
@@ -150,6 +156,13 @@ def assert_same(ours, theirs):
 def test_hiding_the_exchange_changes_no_bit(way, settings):
     settings = {**settings, "checkpoints": way == "checkpoints"}
     assert_same(train(WAYS[way], **settings), train(WAYS[way], waits=True, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, OVERLAP], ids=str)
+def test_weights_that_autograd_holds_stay_until_backward_is_over(settings):
+    found = train(penalised, **settings)
+    for tensors, _ in found:
+        assert all(tensor.isfinite().all() for tensor in tensors)
 
 
 def test_the_update_does_not_wait_and_the_forward_pass_does():

@@ -188,7 +188,13 @@ def check_sync(mode: Mode, payload: Payload, compress: Any, local_steps: Any, ev
     what = f"momentum={mode.momentum}" if mode.momentum else "overlap=True"
     others = [
         ("compress", compress, "send all weights"),
-        ("local_steps", local_steps, "the outer optimizer has a momentum of its own"),
+        (
+            "local_steps",
+            local_steps,
+            "the outer optimizer has a momentum of its own"
+            if mode.momentum
+            else "backward hides an exchange of each step",
+        ),
         ("payload", None if isinstance(payload, Weights) else payload, "use payload='weights'"),
     ]
     if mode.overlap and every != 1:

@@ -26,7 +26,12 @@ from gossipgrad.engine._flow import Bucket, Delta, Flow, Phase, SlicedBucket
 from gossipgrad.engine._island import Island
 from gossipgrad.engine._members import GAVE_UP, Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
-from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
+from gossipgrad.errors import (
+    EvictedError,
+    GossipError,
+    ReplicaChangedError,
+    UnlikeCallsError,
+)
 from gossipgrad.topology import Weighted
 
 __all__ = ["Averaging", "own_work"]
@@ -203,7 +208,7 @@ class Averaging:
                     raise ReplicaChangedError(f"on rank {rank}: {view.changed}")
             if len(kinds) > 1:
                 calls = ", ".join(f"rank {rank} calls {view.kind}" for rank, view in views.items())
-                raise GossipError(
+                raise UnlikeCallsError(
                     f"the ranks call different collectives: {calls}. Call the same collective of "
                     "the session on every rank, in the same order"
                 )

@@ -307,7 +307,8 @@ class StepDriver:
         assert rounds is not None
         self._is_read_unmixed |= not rounds.mix_early(flow, bucket)
         assert self._forward is not None
-        if self._overlaps and not self._is_read_unmixed and not self._forward.awaited:
+        is_whole = not (self._is_read_unmixed or self._forward.are_read_by_hand)
+        if self._overlaps and is_whole and not self._forward.awaited:
             self.wait()
 
     def _follow(self, rounds: Rounds) -> None:

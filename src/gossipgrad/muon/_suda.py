@@ -220,6 +220,11 @@ def _resolve_mode(mode: str | Mode | None, backbone: str) -> Mode:
             f"momentum={resolved.momentum} of mode sync is not for suda(), whose trackers and "
             "duals correct the differences of ranks: leave it at 0"
         )
+    if isinstance(resolved, Sync) and resolved.overlap:
+        raise ValueError(
+            "overlap=True of mode sync is not for suda(), which has no second exchange of weights: "
+            "leave it out, or use mode='overlap' with backbone='semi-atc-gt'"
+        )
     if isinstance(resolved, Overlap) and not starts_early:
         raise ValueError(
             f"mode='overlap' with backbone={backbone!r}: all that it exchanges depends on the "

@@ -279,7 +279,8 @@ class Loop:
         done = epoch if isinstance(epoch, float) else epoch + 1
         with self._one.spans.measure("evaluate", metrics.steps):
             evaluation = self.strategy.evaluate(self._one.test, epoch=done, final=final)
-        self._one.checkpoints.after_evaluation()
+        if evaluation is not None and evaluation.is_consensus:
+            self._one.checkpoints.after_evaluation()
         if evaluation is None or not metrics.epoch_samples:
             return evaluation
         if self.best is not None and (evaluation.is_consensus or not self.strategy.meets):

@@ -18,7 +18,7 @@ from gossipgrad import checkpoint
 from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 from gossipgrad.engine import narrow
-from gossipgrad.errors import EvictedError, GossipError
+from gossipgrad.errors import EvictedError, GossipError, UnlikeCallsError
 
 from ._config import TrainConfig
 from ._folder import RunDir, hold_lock
@@ -310,17 +310,25 @@ class Checkpoints:
         session = self._strategy.session
         assert session is not None
         try:
-            self._last = label = max(session.agree(label))
-            self._save(self._state(loop_state()), label, _WRITE_SECONDS)
+            found = session.agree(["save", label])
+            if any(each[0] != "save" for each in found):
+                raise UnlikeCallsError("the others save the last checkpoint")
+            state = self._state(loop_state())
+            self._last = label = max(each for _, each in found)
+            self._save(state, label, _WRITE_SECONDS)
         except EvictedError:
             raise
-        except GossipError as error:
+        except UnlikeCallsError as error:
             self._waits_for_evaluation = True
             why = str(error).partition(". ")[0]
             text = (
                 f"rank {self._rank}: the checkpoint of step {label} waits for the next evaluation"
             )
             self._emit({"event": "checkpoint", "text": f"{text}: {why}"})
+        except GossipError as error:  # a rank was lost in the middle
+            self._last = label
+            text = f"rank {self._rank}: the checkpoint of step {label} is left out: {error}"
+            self._emit({"event": "checkpoint", "text": text})
 
     def after_evaluation(self) -> None:
         """All ranks are in the same place."""
@@ -332,7 +340,10 @@ class Checkpoints:
             return None
         label = self._strategy.checkpoint_label(steps) + self.base
         try:
-            ends = self._strategy.agree([steps, label, self._last])
+            ends = self._strategy.agree(["end", steps, label, self._last])
+            if not all(isinstance(each, list) and each[0] == "end" for each in ends):
+                raise GossipError("a rank saved in the middle of the run at the same moment")
+            ends = [each[1:] for each in ends]
             alike = len({made for made, *_ in ends}) == 1 and not self._strategy.is_stale
             if not any(made for made, *_ in ends):
                 return None
