@@ -337,8 +337,9 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
                 state[0].add_(delta, alpha=way.momentum)
                 w.add_(delta, alpha=-lr * way.cross)
         else:
-            rounds = 1 + (way.mode == "both")
-            hidden = difference(w, rounds * step) if way.mode == "both" else None
+            is_both = way.mode == "both"
+            first = (is_both + way.rounds) * step
+            hidden = difference(w, first) if is_both else None
             if correction is not None:
                 correction.mul_(way.k)
                 update.add_(correction)
@@ -348,7 +349,7 @@ def train(task: Task, ranks: int, way: Way, rate: float, seeds: list[int]) -> di
                 if correction is not None:
                     correction.add_(hidden, alpha=way.c)
             for each in range(way.rounds):
-                delta = difference(w, rounds * way.rounds * step + rounds - 1 + each)
+                delta = difference(w, first + is_both + each)
                 w.add_(delta, alpha=way.w)
                 if way.inside:
                     state[0].addcmul_(delta, scale, value=way.c)

@@ -185,26 +185,17 @@ def check_sync(mode: Mode, payload: Payload, compress: Any, local_steps: Any, ev
     """Raise `ValueError` for settings that do not go with a momentum or overlap of mode sync."""
     if not isinstance(mode, Sync) or not (mode.momentum or mode.overlap):
         return
-    what = f"momentum={mode.momentum}" if mode.momentum else "overlap=True"
-    others = [
-        ("compress", compress, "send all weights"),
-        (
-            "local_steps",
-            local_steps,
-            "the outer optimizer has a momentum of its own"
-            if mode.momentum
-            else "backward hides an exchange of each step",
-        ),
-        ("payload", None if isinstance(payload, Weights) else payload, "use payload='weights'"),
-    ]
-    if mode.overlap and every != 1:
-        others.append(("every", every, "backward hides an exchange of each step"))
-    for name, value, way in others:
+    for name, value in (
+        ("compress", compress),
+        ("local_steps", local_steps),
+        ("payload", None if isinstance(payload, Weights) else payload),
+        ("every", every if mode.overlap and every != 1 else None),
+    ):
         if value is not None:
-            what = "overlap=True" if name == "every" else what
             raise ValueError(
-                f"{what} of mode sync and {name}={value!r} do not go together: leave one of them "
-                f"out ({way})"
+                f"{name}={value!r} and mode {mode} do not go together: momentum exchanges all "
+                f"weights, and overlap does in every step. Leave {name} out, or momentum and "
+                "overlap"
             )
 
 

@@ -127,7 +127,7 @@ class StepDriver:
             self._hook_forward(flows)
         rounds.begin_step()
         if sends and self._overlaps:
-            self._send_behind_backward(rounds, is_start=True)
+            self._send_behind_backward(rounds)
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
                 steps = self._arriving.collective(rounds, self._members.current.living)
@@ -281,10 +281,10 @@ class StepDriver:
         if closes and self._overlaps:
             self._send_behind_backward(rounds)
 
-    def _send_behind_backward(self, rounds: Rounds, *, is_start: bool = False) -> None:
+    def _send_behind_backward(self, rounds: Rounds) -> None:
         """Send the weights with which the gradient is computed, to mix after the update."""
-        flows = [f for f in self.in_phase(Phase.AFTER_UPDATE) if f.is_due(rounds.next_round)]
-        (rounds.start if is_start else rounds.open)(flows)
+        after = self.in_phase(Phase.AFTER_UPDATE)
+        rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
         self._is_behind_backward = True
 
     def _hook_forward(self, flows: Sequence[Flow]) -> None:

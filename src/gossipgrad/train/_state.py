@@ -310,11 +310,9 @@ class Checkpoints:
         session = self._strategy.session
         assert session is not None
         try:
-            found = session.agree(["save", label])
-            if any(each[0] != "save" for each in found):
-                raise UnlikeCallsError("the others save the last checkpoint")
+            ends = session.agree([steps, label, self._last])  # as in `end`: others may be there
             state = self._state(loop_state())
-            self._last = label = max(each for _, each in found)
+            self._last = label = _common_label(ends)
             self._save(state, label, _WRITE_SECONDS)
         except EvictedError:
             raise
@@ -340,16 +338,13 @@ class Checkpoints:
             return None
         label = self._strategy.checkpoint_label(steps) + self.base
         try:
-            ends = self._strategy.agree(["end", steps, label, self._last])
-            if not all(isinstance(each, list) and each[0] == "end" for each in ends):
-                raise GossipError("a rank saved in the middle of the run at the same moment")
-            ends = [each[1:] for each in ends]
+            ends = self._strategy.agree([steps, label, self._last])
             alike = len({made for made, *_ in ends}) == 1 and not self._strategy.is_stale
             if not any(made for made, *_ in ends):
                 return None
             if alike and all(last == label for *_, last in ends):
                 return None
-            self._last = max(max(label, last + 1) for _, label, last in ends)
+            self._last = _common_label(ends)
             state = self._state(loop_state, drain=not alike)
             if self._save(state, self._last, _LAST_SECONDS):
                 return None
@@ -401,6 +396,11 @@ class Checkpoints:
         assert self._saver is not None
         members = self._strategy.living
         return self._saver.save(state, step=label, members=members, wait_seconds=wait_seconds)
+
+
+def _common_label(ends: Sequence[Sequence[int]]) -> int:
+    """Return one label for all ranks, of the steps, label and last label of each."""
+    return max(max(label, last + 1) for _, label, last in ends)
 
 
 def narrow_as_saved(config: TrainConfig, run_dir: RunDir, model: nn.Module, *, rank: int) -> None:
