@@ -156,6 +156,30 @@ class FailedRunError(RuntimeError):
     """Training failed or took too long."""
 
 
+def run_on_network(
+    hosts: int, bits_per_second: float, words: list[str], timeout_seconds: float
+) -> dict[str, Any]:
+    """Runs a command on every host of a network made for it; bytes and processor time.
+
+    Raises:
+        FailedRunError: A rank failed, or it took too long.
+    """
+    with Network(hosts=hosts, rate_bits_per_second=bits_per_second) as network:
+        before, busy = resource.getrusage(resource.RUSAGE_CHILDREN), CpuBusy()
+        if code := run_everywhere(network, words, timeout_seconds=timeout_seconds):
+            raise FailedRunError(f"a rank failed or it took too long: exit status {code}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        share, by_others = busy.shares(after.ru_utime - before.ru_utime)
+        own = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        return {
+            "sent_bytes": network.passed_bytes(network.hosts),
+            "cpu_seconds": round(own, 1),
+            "cpu_busy": round(share, 3),
+            "cpu_busy_by_others": round(by_others, 3),
+            "marked": by_others > MOST_BUSY_BY_OTHERS,
+        }
+
+
 def train(run: Run, out: Path, timeout_seconds: float) -> None:
     """One run on a network made for it."""
     partial = out.with_name(f"{out.name}.partial")
@@ -163,20 +187,7 @@ def train(run: Run, out: Path, timeout_seconds: float) -> None:
     words = [sys.executable, "-m", "gossipgrad", *run.command.split(), "--quiet"]
     words += ["--out", str(partial)]
     task = run.task
-    with Network(hosts=task.world_size, rate_bits_per_second=task.rate_bits_per_second) as network:
-        before, busy = resource.getrusage(resource.RUSAGE_CHILDREN), CpuBusy()
-        if code := run_everywhere(network, words, timeout_seconds=timeout_seconds):
-            raise FailedRunError(f"a rank failed or it took too long: exit status {code}")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        share, by_others = busy.shares(after.ru_utime - before.ru_utime)
-        own = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-        figures = {
-            "sent_bytes": network.passed_bytes(network.hosts),
-            "cpu_seconds": round(own, 1),
-            "cpu_busy": round(share, 3),
-            "cpu_busy_by_others": round(by_others, 3),
-            "marked": by_others > MOST_BUSY_BY_OTHERS,
-        }
+    figures = run_on_network(task.world_size, task.rate_bits_per_second, words, timeout_seconds)
     (partial / "measured.json").write_text(json.dumps(figures))
     partial.rename(out)
 
