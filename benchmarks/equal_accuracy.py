@@ -92,6 +92,10 @@ CORRECTED = {"mode": gg.Sync(momentum=0.9), "wire_dtype": torch.bfloat16, "topol
 NARROW: Ways = {
     "sync with momentum, bf16 wire": (0.5, CORRECTED),
     "sync with momentum, bf16 wire, two exchanges": (1, CORRECTED | {"exchanges": 2}),
+    "sync with momentum and overlap, bf16 wire": (
+        1,
+        CORRECTED | {"mode": gg.Sync(momentum=0.9, overlap=True), "exchanges": 2},
+    ),
 }
 SGD: Ways = ALL_REDUCE | OVERLAP | SYNC | NARROW
 SGD |= {
@@ -150,12 +154,12 @@ class Task(NamedTuple):
 TASKS = {
     "mlp": Task("fashion-mnist", lambda: mlp(784, 10), SGD, 2048, 580, (0.1, 0.2)),
     "mlp-adam": Task("fashion-mnist", lambda: mlp(784, 10), ADAM, 512, 468, (0.01, 0.02), (32,)),
-    "lenet": Task("fashion-mnist", lenet, SGD, 1024, 290, (0.1, 0.2), (8,)),
+    "lenet": Task("fashion-mnist", lenet, SGD, 1024, 580, (0.05, 0.1), (8, 32)),
     "resnet20": Task("cifar10-small", ResNet20, SGD, 256, 160, (0.1, 0.2), (8,)),
     "gpt": Task(
         "shakespeare",
         lambda: GPT(context=CONTEXT, layers=2, width=64),
-        *(ADAM, 64, 400, (0.004, 0.008), (8,)),
+        *(ADAM, 64, 400, (0.004, 0.008), (8, 32)),
     ),
     "drift": Task(
         *("digits", lambda: mlp(64, 10), DRIFT, 128, 1000, (0.1,), (4, 8)),
