@@ -112,8 +112,10 @@ class LocalSGD(Contestant):
         self._averager = PeriodicModelAverager(period=_LOCAL_SGD_PERIOD)
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        super().step(x, y)
-        self._averager.average_parameters(self.model.parameters())
+        self.optimizers[0].zero_grad()
+        loss(self.called(x), y).backward()
+        self.optimizers[0].step()
+        self._averager.average_parameters(self.model.parameters())  # of those with a gradient
 
 
 class DiLoCo(Contestant):
