@@ -202,6 +202,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, Task], Contestant]] = {
     "Decent-DP": DecentDP,
     "gossip": Gossip,
     "gossip, bf16 wire": partial(Gossip, wire_dtype=torch.bfloat16),
+    "gossip, every second step, bf16 wire": partial(Gossip, every=2, wire_dtype=torch.bfloat16),
     "gossip, sync with momentum, bf16 wire": partial(Gossip, **_CORRECTED),
     "gossip, sync with momentum and overlap, bf16 wire": partial(
         Gossip,
