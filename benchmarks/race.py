@@ -6,8 +6,8 @@ samples. Each has the best learning rate of its own small search, on a seed that
 reported ones, with 4 hosts. The target of a seed is the final score of DistributedDataParallel with
 it: accuracy, or the loss of a text. A contestant runs as many epochs, and where it falls short of
 the target once more with more of them: a rate that falls to zero with the last epoch leaves a run
-that is a tenth of a point short nothing to catch up with. Seeds with which DDP itself ends more than 5 %
-from its search are named and not counted: a rate that is the best of one seed may be unstable.
+that is a tenth of a point short nothing to catch up with. Seeds with which DDP itself ends more
+than 5 % from its search are named and not counted: the best rate of one seed may be unstable.
 
 Runs that are done are kept. Needs Linux, root and iproute2, as `benchmarks.network` does.
 
@@ -17,7 +17,6 @@ Runs that are done are kept. Needs Linux, root and iproute2, as `benchmarks.netw
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -187,7 +186,7 @@ def main() -> int:
                 chosen = options.contestants or cell.contestants
                 names = (DDP, *(name for name in chosen if name != DDP))
                 rates = {name: race.rate(cell, name) for name in names}
-                for seed in itertools.count():
+                for seed in range(3 * options.seeds):
                     if seed - len(unstable[cell]) == options.seeds:
                         break
                     target = None
@@ -196,7 +195,9 @@ def main() -> int:
                             found = race.contestant(cell, name, rates[name], seed, target)
                         except FailedRunError as error:
                             failed[f"{cell.task}, {cell.hosts} hosts, {name}, {seed}"] = str(error)
-                            print(f"{cell}, {name}, seed {seed}: failed: {error}", flush=True)
+                            print(f"{cell.task}, {name}, {seed}: failed: {error}", flush=True)
+                            if name == DDP:
+                                break
                             continue
                         if name == DDP and race.is_unstable(cell, found):
                             unstable[cell].append(seed)
