@@ -49,6 +49,7 @@ def sending(monkeypatch):
         {"mode": "overlap"},
         {"mode": "sync"},
         {"mode": gg.Sync(momentum=0.9), "exchanges": 2},
+        {"mode": gg.Sync(momentum=0.9, overlap=True), "exchanges": 2},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "local_steps": 2},
@@ -70,12 +71,14 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
 
     def go_on(me):
         mix(me, met, 4)
+        position, round = me.session.position, me.session.round_number
+        assert position // round_steps * settings.get("exchanges", 1) == round
         mean = me.mean()
-        position = me.session.position
         me.session.group.barrier()
         return mean, me.session.membership, position
 
     met = set()
+    round_steps = settings.get("every") or settings.get("local_steps", 1)
     means, memberships, positions = zip(*run_open(3, member, joiner, **settings), strict=True)
     assert all_equal(means)
     for membership in memberships:
@@ -83,7 +86,6 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
         assert membership.joined[3].generation == membership.generation == 2
         assert membership.joined[3].donor == 0
         assert membership.lost == {}
-    round_steps = settings.get("every") or settings.get("local_steps", 1)
     assert max(positions) - min(positions) <= 4 * round_steps
 
 

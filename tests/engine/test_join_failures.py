@@ -210,7 +210,6 @@ def test_another_secret_is_refused_before_it_is_a_member(monkeypatch, tmp_path):
         ({"payload": "gradients+weights"}, "gradients"),
         ({"transport": "hub"}, "transport='tcp'"),
         ({"store": "HashStore"}, "TCPStore"),
-        ({"mode": gg.Sync(overlap=True), "exchanges": 2}, "overlap"),
     ],
 )
 def test_where_nobody_can_join_there_is_no_address(settings, why):

@@ -6,18 +6,9 @@ from collections.abc import Mapping
 from gossipgrad.comm import Outcome
 from gossipgrad.engine._rounds import Rounds
 
-__all__ = ["Arriving", "position_of"]
+__all__ = ["Arriving"]
 
 _LISTEN_SECONDS = 0.05
-
-
-def position_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
-    """Return a member's position at the beginning of its round, in rounds and in steps."""
-    return {
-        "round": rounds.next_round,
-        "steps": steps - steps % every,
-        "starts": rounds.starts,
-    }
 
 
 class Arriving:

@@ -67,6 +67,7 @@ class StepDriver:
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, by hook number
         self._awaits_forward = self._is_read_unmixed = False
         self._is_behind_backward = False  # the last exchange of a step, of mode sync
+        self._is_ending = False  # a step that is counted, and has not opened its rounds
         self._arriving: Arriving | None = None
         self._ends_after = -1  # the backward pass at whose end a step ends
 
@@ -81,6 +82,20 @@ class StepDriver:
     def sends_ahead(self) -> bool:
         """Whether the open round is of the step to come, and not of the last one."""
         return bool(self.in_phase(Phase.ACROSS)) or self._is_behind_backward
+
+    def position_to_join(self) -> dict[str, int]:
+        """Return the first round that a step's end opens, and the steps made before it.
+
+        A step counts here when its rounds were opened: as it ends, a joiner may ask.
+        """
+        assert self._rounds is not None
+        steps = self.steps - self._is_ending
+        is_before_backward = self._overlaps and not self._is_behind_backward
+        return {
+            "round": self._rounds.next_round + is_before_backward,
+            "steps": steps - steps % self._settings.every,
+            "starts": self._rounds.starts,
+        }
 
     @property
     def is_boundary(self) -> bool:
@@ -126,7 +141,7 @@ class StepDriver:
         if self._forward is None and (flows := after):
             self._hook_forward(flows)
         rounds.begin_step()
-        if sends and self._overlaps:
+        if sends and self._overlaps and self._arriving is None:
             self._send_behind_backward(rounds)
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
@@ -178,11 +193,13 @@ class StepDriver:
         self._has_mixed_gradients = False
         self._after_update()
         if self._rounds is not None:
+            self._is_ending = True
             try:
                 self.wait()
                 self._follow(self._rounds)
                 self._end_round(self._rounds)
             finally:
+                self._is_ending = False
                 self._rounds.begin_step()
 
     def wait(self) -> None:
@@ -274,6 +291,7 @@ class StepDriver:
             elif not across and self.in_phase(Phase.BEFORE_UPDATE):
                 rounds.next_round += 1  # gradients had separate transfers
             rounds.close()
+        self._is_ending = bool(across)  # flows `ACROSS` are sent after the average
         if averages and self._averaging.periodically(self.flows, steps, self._recorder):
             self.equal_at_step = steps
         if closes and across:

@@ -33,7 +33,6 @@ from gossipgrad.comm import (
 )
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._joiner import RUN_FORMAT, RUN_KEY, address_of, root_of
-from gossipgrad.engine._modes import Mode, Sync
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import GossipError
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 def why_not_join(
     replica: Replica,
     schedule: Schedule,
-    mode: Mode,
     flows: Sequence[Flow],
     heartbeats: Heartbeats | None,
 ) -> str | None:
@@ -56,11 +54,6 @@ def why_not_join(
         return "its membership never changes: leave heartbeats=None out"
     if any(is_sharded(each) for each in all_parameters(replica.model, replica.optimizers).values()):
         return "its replicas are sharded, and a joiner would need a whole mesh"
-    if isinstance(mode, Sync) and mode.overlap:
-        return (
-            "backward hides exchanges of its mode sync (overlap=True), at rounds that a joiner "
-            "does not know yet: leave overlap out"
-        )
     if isinstance(schedule, Weighted):
         return "its ranks count unequally (weight=), and what a joiner counts is not known"
     topology = schedule.describe()

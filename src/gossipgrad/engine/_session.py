@@ -31,7 +31,6 @@ from gossipgrad.comm import (
     local,
     misfit,
 )
-from gossipgrad.engine._arrival import position_of
 from gossipgrad.engine._averaging import Averaging, own_work
 from gossipgrad.engine._check_replica import is_averaged
 from gossipgrad.engine._disagreement import measure_disagreement
@@ -699,7 +698,7 @@ class Session:
     def _send_replica(self, joiners: Sequence[int]) -> None:
         """Send this rank's replica to joiners, between two steps."""
         if self._invitation is not None and self._rounds is not None and self._driver is not None:
-            position = position_of(self._rounds, self._driver.steps, self.settings.every)
+            position = self._driver.position_to_join()
             is_first = self._island is None or self._island.index == 0
             self._invitation.send_replica(joiners, position, is_first=is_first)
 
@@ -858,7 +857,7 @@ class Session:
             rounds,
             replica,
             lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
-            refusal=why_not_join(replica, self.schedule, of.mode, flows, self._heartbeats),
+            refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
         members.replica_sender = WeakMethod(self._send_replica)
         if self._island is not None:
