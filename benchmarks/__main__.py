@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 NAMES = (
-    *("network", "time_to_accuracy", "stall", "equal_accuracy", "scale", "gpu", "chaos"),
-    *("sparse", "apoptosis", "muon", "suda", "second_order", "local_steps"),
+    *("network", "race", "time_to_accuracy", "stall", "equal_accuracy", "scale", "gpu"),
+    *("chaos", "sparse", "apoptosis", "muon", "suda", "second_order", "local_steps"),
     *("islands", "mixing"),
 )
 
