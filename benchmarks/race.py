@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import _racer
-from benchmarks._common import best_rate, ends_as_ctrl_c, write
+from benchmarks._common import best_rate, ends_as_ctrl_c, merged, write
 from benchmarks.network import NetworkError
 from benchmarks.time_to_accuracy import FailedRunError, run_on_network, seconds_to
 
@@ -33,6 +33,7 @@ DDP = "DDP"
 SEARCH_SEED, SEARCH_HOSTS, SEARCH_BITS_PER_SECOND = 100, 4, 1e9
 FACTORS = (1.0, 1.25, 1.5, 2.0)  # of the epochs
 UNSTABLE = 0.05
+SEEDS = 3  # at least, of a cell that is published
 
 
 class Cell(NamedTuple):
@@ -130,7 +131,9 @@ def score(cell: Cell, figures: dict[str, float]) -> float:
     return figures["accuracy"]
 
 
-def summary(cell: Cell, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summary(
+    cell: Cell, runs: dict[str, list[dict[str, Any]]], unstable: list[int]
+) -> dict[str, Any]:
     """Of all contestants: score of as many epochs, seconds, share of DDP's time by seed."""
     ddp = {run["seed"]: run["seconds_to_target"] for run in runs.get(DDP, [])}
     rows = {}
@@ -154,17 +157,18 @@ def summary(cell: Cell, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
         "task": cell.task,
         "hosts": cell.hosts,
         "bits_per_second": cell.bits_per_second,
+        "unstable_seeds": unstable,
         "contestants": rows,
     }
 
 
 def main() -> int:
-    """Runs what is missing; the results go into the folder while something is."""
+    """Runs what is missing; cells that are complete are published."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=_racer.TASKS, default=[*_racer.TASKS])
     parser.add_argument("--hosts", type=int, nargs="+", help="cells of so many hosts")
     parser.add_argument("--contestants", nargs="+", choices=_racer.CONTESTANTS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--folder", type=Path, default=Path("runs/race"))
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after")
@@ -175,7 +179,7 @@ def main() -> int:
         for cell in CELLS
         if cell.task in options.tasks and (not options.hosts or cell.hosts in options.hosts)
     ]
-    failed, is_over = dict[str, str](), False
+    failed, complete = dict[str, str](), list[Cell]()
     unstable: dict[Cell, list[int]] = {cell: [] for cell in CELLS}
     runs: dict[Cell, dict[str, list[dict[str, Any]]]] = {
         cell: {name: [] for name in cell.contestants} for cell in CELLS
@@ -204,20 +208,20 @@ def main() -> int:
                             break
                         target = found["score"] if name == DDP else target
                         runs[cell][name].append(found)
+                if options.seeds >= SEEDS and not (options.contestants or failed):
+                    complete.append(cell)
     except TimeoutError:
-        is_over = True
         print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
     except NetworkError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = [
-        summary(cell, runs[cell]) | {"unstable_seeds": unstable[cell]}
-        for cell in CELLS
-        if any(runs[cell].values())
-    ]
-    is_part = is_over or cells != [*CELLS] or options.contestants or failed
-    path = race.folder / "race.json" if is_part else None
-    print(write("race", {"rows": rows, "failed": failed}, path=path))
+    rows = {cell: summary(cell, runs[cell], unstable[cell]) for cell in cells if runs[cell][DDP]}
+    print(
+        write("race", {"rows": [*rows.values()], "failed": failed}, path=race.folder / "race.json")
+    )
+    if complete:
+        published = merged("race", [rows[cell] for cell in complete], "task", "hosts")
+        print(write("race", {"rows": published}))
     return int(bool(failed))
 
 
