@@ -1,6 +1,7 @@
 """Runs in real processes; all share one fork server, so that each takes a second or two."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from support.launched import (
     when,
     workers,
 )
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.process
 SLOW = pytest.mark.slow
@@ -259,11 +260,19 @@ def test_a_worker_that_missed_ctrl_c_while_it_started_is_ended(tmp_path, monkeyp
     assert not workers()
 
 
-def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
+def test_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
+    passed_on, send = threading.Event(), Worker.send_signal
+
+    def note(own, number):
+        passed_on.set()
+        send(own, number)
+
+    monkeypatch.setattr(Worker, "send_signal", note)
+
     def freeze_and_insist():
         stop(1)()
         press_ctrl_c()
-        until(lambda: "stopping at the next step" in capfd.readouterr().err)
+        assert passed_on.wait(HANG_SECONDS)
         time.sleep(1.5)  # one that comes within a second is an echo of the first
         press_ctrl_c()
 
