@@ -39,6 +39,7 @@ class Task(NamedTuple):
     epochs: int
     rates: tuple[float, ...]  # searched for each contestant
     optimizer: type[Optimizer] = torch.optim.SGD
+    metric: str = "accuracy"  # or "loss"
     augments: bool = False
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
@@ -59,7 +60,8 @@ TASKS = {
         *(ResNet20, lambda: _tasks.whole("cifar10-small"), 128, 4, (0.1, 0.2)), augments=True
     ),
     "GPT": Task(
-        lambda: GPT(context=CONTEXT, layers=2), _text, 128, 2, (0.004, 0.008), torch.optim.AdamW
+        lambda: GPT(context=CONTEXT, layers=2),
+        *(_text, 128, 2, (0.004, 0.008), torch.optim.AdamW, "loss"),
     ),
 }
 

@@ -37,12 +37,11 @@ SEEDS = 3  # at least, of a cell that is published
 
 
 class Cell(NamedTuple):
-    """A task on so many hosts behind such links, and who takes part."""
+    """A task on so many hosts behind such links."""
 
     task: str
     hosts: int
     bits_per_second: float
-    contestants: tuple[str, ...] = tuple(_racer.CONTESTANTS)
 
 
 CELLS = (
@@ -93,18 +92,21 @@ class Race:
 
     def rate(self, cell: Cell, name: str) -> float:
         """The best learning rate of a contestant."""
-        search = Cell(cell.task, SEARCH_HOSTS, SEARCH_BITS_PER_SECOND)
 
         def loss_of(rate: float) -> float:
-            return self.run(search, name, rate, 1.0, SEARCH_SEED)["epochs"][-1]["loss"]
+            return self._searched(cell, name, rate)["loss"]
 
         return best_rate(_racer.TASKS[cell.task].rates, loss_of, 2.0)[0]
 
     def is_unstable(self, cell: Cell, ddp: dict[str, Any]) -> bool:
         """Whether DDP is far from what it reached in the search: no target for the others."""
-        search = Cell(cell.task, SEARCH_HOSTS, SEARCH_BITS_PER_SECOND)
-        reached = score(cell, self.run(search, DDP, ddp["rate"], 1.0, SEARCH_SEED)["epochs"][-1])
+        reached = score(cell, self._searched(cell, DDP, ddp["rate"]))
         return abs(ddp["score"] - reached) > UNSTABLE * abs(reached)
+
+    def _searched(self, cell: Cell, name: str, rate: float) -> dict[str, float]:
+        """What a run of the search ended with."""
+        search = Cell(cell.task, SEARCH_HOSTS, SEARCH_BITS_PER_SECOND)
+        return self.run(search, name, rate, 1.0, SEARCH_SEED)["epochs"][-1]
 
     def contestant(
         self, cell: Cell, name: str, rate: float, seed: int, target: float | None
@@ -126,9 +128,8 @@ class Race:
 
 def score(cell: Cell, figures: dict[str, float]) -> float:
     """What is to be reached: higher is better."""
-    if _racer.TASKS[cell.task].optimizer is _racer.TASKS["GPT"].optimizer:
-        return -figures["loss"]
-    return figures["accuracy"]
+    metric = _racer.TASKS[cell.task].metric
+    return -figures["loss"] if metric == "loss" else figures[metric]
 
 
 def summary(
@@ -182,12 +183,12 @@ def main() -> int:
     failed, complete = dict[str, str](), list[Cell]()
     unstable: dict[Cell, list[int]] = {cell: [] for cell in CELLS}
     runs: dict[Cell, dict[str, list[dict[str, Any]]]] = {
-        cell: {name: [] for name in cell.contestants} for cell in CELLS
+        cell: {name: [] for name in _racer.CONTESTANTS} for cell in CELLS
     }
     try:
         with ends_as_ctrl_c():
             for cell in cells:
-                chosen = options.contestants or cell.contestants
+                chosen = options.contestants or _racer.CONTESTANTS
                 names = (DDP, *(name for name in chosen if name != DDP))
                 rates = {name: race.rate(cell, name) for name in names}
                 for seed in range(3 * options.seeds):

@@ -84,9 +84,12 @@ class StepDriver:
         return bool(self.in_phase(Phase.ACROSS)) or self._is_behind_backward
 
     def position_to_join(self) -> dict[str, int]:
-        """Return the first round that a step's end opens, and the steps made before it.
+        """Return the first round that the end of a step opens, and the steps before that step.
 
-        A step counts here when its rounds were opened: as it ends, a joiner may ask.
+        1. The donor's step 8 ends. It is counted, and its rounds are not open yet.
+        2. The donor notices the joiner, and answers with the round that it opens next.
+        3. If it said 8 steps, the joiner would end that round with its step 9, and be one step
+           ahead of all others for the rest of the run.
         """
         assert self._rounds is not None
         steps = self.steps - self._is_ending

@@ -44,10 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not_join(
-    replica: Replica,
-    schedule: Schedule,
-    flows: Sequence[Flow],
-    heartbeats: Heartbeats | None,
+    replica: Replica, schedule: Schedule, flows: Sequence[Flow], heartbeats: Heartbeats | None
 ) -> str | None:
     """Return why a run's settings do not allow joining; None if they do."""
     if heartbeats is None:

@@ -56,7 +56,7 @@ class Sync:
         gain: What C takes of each change by an exchange, above 0, at most 1.
         overlap: With `exchanges=2` or more: the last exchange of a step is one of `Overlap`. It
             sends the weights with which the gradient is computed, hides behind backward, and is
-            mixed after the next update. Not with `every`, other payloads, islands or joiners.
+            mixed after the next update. Not with `every`, other payloads or islands.
 
     References:
         The rule is not from a paper. Lin et al., Quasi-Global Momentum, arXiv:2102.04761, and Wang
