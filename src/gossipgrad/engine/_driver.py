@@ -90,6 +90,8 @@ class StepDriver:
         2. The donor notices the joiner, and answers with the round that it opens next.
         3. If it said 8 steps, the joiner would end that round with its step 9, and be one step
            ahead of all others for the rest of the run.
+
+        The round that backward hides is open before the end of a step, and not the first.
         """
         assert self._rounds is not None
         steps = self.steps - self._is_ending
